@@ -1,0 +1,1 @@
+"""What runs inside the image: DSA kernels, model configuration, training."""
