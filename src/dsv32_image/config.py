@@ -1,0 +1,170 @@
+"""What we ask for: `[tool.dsv32-image]` of pyproject.toml as frozen dataclasses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsv32_image.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SEPARATORS = re.compile(r"[-_.]+")
+_LAYER_KEYS = {"name", "debs", "wheels", "collect", "tree"}
+_VARIANT_KEYS = {"summary", "python-from-debs", "layers"}
+_TOP_KEYS = {"epoch", "suites", "python", "wheel-platform", "dpkg-exclude", "dpkg-include", "tools", "variants"}
+
+
+def normalise(name: str) -> str:
+    """A distribution name in the form the package index compares by (PEP 503)."""
+    return _SEPARATORS.sub("-", name).lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One layer: one Dockerfile stage, fed by one section of the lock.
+
+    `collect` holds glob patterns of distribution names that land here although nobody lists them.
+    `tree` holds folders of this repository.
+    """
+
+    name: str
+    debs: tuple[str, ...] = ()
+    wheels: tuple[str, ...] = ()
+    collect: tuple[str, ...] = ()
+    tree: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantConfig:
+    """One flavour of the stack: `cpu` or `cu130`."""
+
+    name: str
+    summary: str
+    python_from_debs: tuple[str, ...]
+    layers: tuple[LayerConfig, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole table. `inputs` is the sha256 of the table, whatever its layout in the file."""
+
+    epoch: int
+    suites: tuple[str, ...]
+    python: str
+    wheel_platform: str
+    dpkg_exclude: tuple[str, ...]
+    dpkg_include: tuple[str, ...]
+    tools: tuple[str, ...]
+    variants: tuple[VariantConfig, ...]
+    inputs: str
+
+    def variant(self, name: str) -> VariantConfig:
+        """The variant of that name.
+
+        Raises:
+            UsageError: There is none.
+        """
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        known = ", ".join(v.name for v in self.variants)
+        raise UsageError(f"unknown variant '{name}'", hint=f"choose one of: {known}")
+
+
+def load_config(root: Path) -> Config:
+    """Read pyproject.toml below `root`.
+
+    Raises:
+        ConfigError: The file or the table is missing, or a key is unknown or of the wrong type.
+    """
+    path = root / "pyproject.toml"
+    try:
+        with path.open("rb") as file:
+            document = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"no pyproject.toml in {root}", hint="run from the project's root folder") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"pyproject.toml is not valid TOML: {error}", hint="mend that line") from None
+    table = document.get("tool", {}).get("dsv32-image")
+    if not isinstance(table, dict):
+        raise ConfigError("pyproject.toml has no [tool.dsv32-image]", hint="see README, 'What goes in'")
+    try:
+        return _parse(table)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"[tool.dsv32-image] in pyproject.toml: {_describe(error)}",
+            hint="compare with the comments beside that table",
+        ) from None
+
+
+def _describe(error: Exception) -> str:
+    return f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def _parse(table: dict[str, Any]) -> Config:
+    _refuse_unknown(table, _TOP_KEYS, "the table")
+    variants = []
+    for name, body in sorted(table["variants"].items()):
+        _refuse_unknown(body, _VARIANT_KEYS, f"variant {name}")
+        layers = tuple(_layer(item, name) for item in body["layers"])
+        names = [layer.name for layer in layers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"variant {name} has two layers of one name")
+        if not layers or not layers[0].debs or any(layer.debs for layer in layers[1:]):
+            raise ValueError(f"variant {name}: the first layer, and only it, lists debs")
+        variants.append(
+            VariantConfig(
+                name=name,
+                summary=body["summary"],
+                python_from_debs=tuple(normalise(d) for d in body.get("python-from-debs", ())),
+                layers=layers,
+            )
+        )
+    epoch = table["epoch"]
+    if not isinstance(epoch, int):
+        raise TypeError("epoch must be a number of seconds since 1970")
+    canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return Config(
+        epoch=epoch,
+        suites=_strings(table["suites"], "suites"),
+        python=table["python"],
+        wheel_platform=table["wheel-platform"],
+        dpkg_exclude=_strings(table.get("dpkg-exclude", []), "dpkg-exclude"),
+        dpkg_include=_strings(table.get("dpkg-include", []), "dpkg-include"),
+        tools=tuple(table.get("tools", {}).values()),
+        variants=tuple(variants),
+        inputs=hashlib.sha256(canonical.encode()).hexdigest(),
+    )
+
+
+def _layer(item: dict[str, Any], variant: str) -> LayerConfig:
+    name = item["name"]
+    where = f"layer {name} of {variant}"
+    _refuse_unknown(item, _LAYER_KEYS, where)
+    if not re.fullmatch(r"[a-z][a-z0-9]*", name):
+        raise ValueError(f"{where}: a layer's name is lower case letters and digits")
+    return LayerConfig(
+        name=name,
+        debs=_strings(item.get("debs", []), where),
+        wheels=_strings(item.get("wheels", []), where),
+        collect=_strings(item.get("collect", []), where),
+        tree=_strings(item.get("tree", []), where),
+    )
+
+
+def _strings(value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise TypeError(f"{where}: expected a list of strings, got {value!r}")
+    return tuple(value)
+
+
+def _refuse_unknown(table: dict[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}")

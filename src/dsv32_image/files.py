@@ -1,0 +1,147 @@
+"""Small file helpers that every step shares: atomic writes, hashes, the lock against two builds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsv32_image.errors import BusyError, DiskFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BLOCK = 1 << 20
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_parts(*parts: str | bytes) -> str:
+    """The sha256 over several values, each with its length, so that no two lists collide."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "big"))
+        total.update(data)
+    return total.hexdigest()
+
+
+def tree_digest(folder: Path) -> str:
+    """The sha256 of a folder: relative paths, executable bits and contents; bytecode left out."""
+    parts: list[str] = []
+    for path in tree_files(folder):
+        executable = "x" if path.stat().st_mode & 0o100 else "-"
+        parts += [path.relative_to(folder).as_posix(), executable, sha256_file(path)]
+    return sha256_parts(*parts)
+
+
+def tree_files(folder: Path) -> list[Path]:
+    """The regular files of a folder, sorted; caches and bytecode left out."""
+    found = []
+    for path in folder.rglob("*"):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(p == "__pycache__" or p.startswith(".") for p in parts):
+            found.append(path)
+    return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it: it is there whole or not at all.
+
+    Raises:
+        DiskFullError: No space left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with disk_full_is_clear(path), temporary_file(path) as temporary:
+        temporary.write_bytes(data)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+
+
+@contextlib.contextmanager
+def temporary_file(target: Path) -> Iterator[Path]:
+    """A fresh name beside `target`, removed at the end unless it was renamed away."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(descriptor)
+    path = Path(name)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A fresh folder beside `target`, removed at the end unless it was renamed away."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_full_is_clear(where: Path) -> Iterator[None]:
+    """Turn ENOSPC into an error that says where and how much is free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        folder = where if where.is_dir() else where.parent
+        free = shutil.disk_usage(folder).free
+        raise DiskFullError(
+            f"no space left while writing {where} ({free >> 20} MiB free)",
+            hint="free some space (`nox -s clean` drops what this project cached) and run it again",
+        ) from None
+
+
+@contextlib.contextmanager
+def only_one(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file; the kernel lets go of it when the process ends, however it ends.
+
+    Raises:
+        BusyError: Somebody else holds it and `wait` is off.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise BusyError(
+                f"another build runs in this folder (process {holder})", hint="wait for it to end and run it again"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Hard-link a file where the file system allows, else copy it."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
+            raise
+        with disk_full_is_clear(target):
+            shutil.copyfile(source, target)
+
+
+def copy_stream(source: Path, target: Path) -> None:
+    """Copy a file's bytes only, block by block."""
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, _BLOCK)

@@ -1,0 +1,83 @@
+"""Run other programs. A failed command is shown so that it can be pasted into a shell."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+from dsv32_image.errors import BuildError, ImageError, ToolMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+_TAIL_LINES = 15
+
+
+def require(program: str, package: str) -> str:
+    """The full path of a program.
+
+    Raises:
+        ToolMissingError: It is not on the PATH; the hint names the Debian package.
+    """
+    found = shutil.which(program)
+    if not found:
+        raise ToolMissingError(
+            f"'{program}' is not installed", hint=f"apt-get install {package}  (`sh scripts/nox` does it where apt is)"
+        )
+    return found
+
+
+def run(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    what: str,
+    error: type[ImageError] = BuildError,
+    hint: str = "",
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    log: Path | None = None,
+    stdin: bytes | None = None,
+) -> str:
+    """Run a command and return its standard output.
+
+    Args:
+        command: Program and arguments.
+        what: What the command was for; the first words of the error.
+        error: The class of error to raise.
+        hint: The next step; a default names the log or `--verbose`.
+        env: Variables on top of this process's own.
+        cwd: Folder to run in.
+        log: Where to keep everything the command printed.
+        stdin: Bytes for its standard input; nothing otherwise.
+
+    Raises:
+        ImageError: Of class `error`, with the command and the end of what it printed.
+    """
+    words = [os.fspath(c) for c in command]
+    try:
+        done = subprocess.run(
+            words,
+            check=False,
+            capture_output=True,
+            input=stdin if stdin is not None else b"",
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+        )
+    except FileNotFoundError:
+        raise ToolMissingError(f"{what}: '{words[0]}' is not installed", hint=hint) from None
+    stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"$ {shlex.join(words)}\n{stdout}{stderr}\nexit {done.returncode}\n")
+    if done.returncode != 0:
+        tail = "\n".join(f"  | {line}" for line in (stderr or stdout).strip().splitlines()[-_TAIL_LINES:])
+        full = f"; all of its output: {log}" if log else ""
+        raise error(
+            f"{what} failed with exit code {done.returncode}{full}\n  $ {shlex.join(words)}\n{tail}",
+            hint=hint or "the lines above are the program's own words; run it by hand to look closer",
+        )
+    return stdout

@@ -1,0 +1,228 @@
+"""Which Python distributions: uv resolves for the image's Python, on the host, with the host's indexes."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from packaging import tags
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+
+from dsv32_image.config import Config, VariantConfig, normalise
+from dsv32_image.errors import DownloadError, ResolveError
+from dsv32_image.lockfile import Dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_NEVER = "sys_platform == 'never'"
+_NETWORK_WORDS = ("Failed to fetch", "error sending request", "Network is", "Connect", "dns error", "timed out")
+
+
+def uv_program() -> str:
+    """The uv that came with this Python environment."""
+    beside = Path(sys.executable).parent / "uv"
+    return str(beside) if beside.exists() else "uv"
+
+
+def resolve_variant(
+    config: Config, variant: VariantConfig, keep: Mapping[str, str]
+) -> dict[str, tuple[Dist, ...]]:
+    """Resolve all layers of a variant together; the distributions by layer name.
+
+    Args:
+        config: What is asked for.
+        variant: The variant to resolve.
+        keep: Versions to prefer (name to version): those of the old lock that need not move.
+
+    Raises:
+        ResolveError: No set of versions fits.
+        DownloadError: The index cannot be reached.
+    """
+    wanted = [w for layer in variant.layers for w in layer.wheels]
+    pinned = compile_requirements(config, wanted, variant.python_from_debs, keep)
+    layers: dict[str, list[Dist]] = {layer.name: [] for layer in variant.layers}
+    home = _homes(variant)
+    for dist, _ in pinned:
+        layers[home(dist.name)].append(dist)
+    return {name: tuple(items) for name, items in layers.items()}
+
+
+def resolve_tools(config: Config) -> tuple[Dist, ...]:
+    """The tools that are mounted while a layer is made."""
+    return tuple(dist for dist, _ in compile_requirements(config, config.tools, (), {}))
+
+
+def urls(config: Config, dists: Iterable[Dist]) -> dict[str, str]:
+    """Where this host gets each file from: sha256 to URL.
+
+    Raises:
+        DownloadError: The index cannot be reached or no longer has a version.
+    """
+    by_sha: dict[str, str] = {}
+    wanted = {f"{d.name}=={d.version}": d for d in dists}
+    # Two variants may hold two versions of one name; uv takes one version of a name at a time.
+    rounds: list[dict[str, str]] = []
+    for requirement, dist in sorted(wanted.items()):
+        for group in rounds:
+            if dist.name not in group:
+                group[dist.name] = requirement
+                break
+        else:
+            rounds.append({dist.name: requirement})
+    for group in rounds:
+        try:
+            found = compile_requirements(config, list(group.values()), (), {}, no_deps=True, every_file=True)
+        except ResolveError as error:
+            raise DownloadError(error.message, hint="`nox -s lock -- --upgrade` locks what the index has now") from None
+        by_sha.update({dist.sha256: url for dist, url in found})
+    return by_sha
+
+
+def compile_requirements(
+    config: Config,
+    requirements: Sequence[str],
+    excluded: Iterable[str],
+    keep: Mapping[str, str],
+    *,
+    no_deps: bool = False,
+    every_file: bool = False,
+) -> list[tuple[Dist, str]]:
+    """Run uv; each distribution with the URL of its file. `every_file` lists all of a version's files."""
+    if not requirements:
+        return []
+    with tempfile.TemporaryDirectory(prefix="dsv32-resolve-") as name:
+        folder = Path(name)
+        (folder / "in.txt").write_text("".join(f"{r}\n" for r in requirements))
+        # A requirement that holds on no platform takes a distribution out of the graph.
+        (folder / "overrides.txt").write_text("".join(f"{e}; {_NEVER}\n" for e in excluded))
+        # uv prefers the versions of an existing output file, which is what keeping means.
+        if keep:
+            (folder / "pylock.toml").write_text(_preferences(keep))
+        command = [uv_program(), "pip", "compile", "in.txt", "--output-file", "pylock.toml", "--format", "pylock.toml"]
+        command += ["--python-version", config.python, "--python-platform", config.wheel_platform]
+        command += ["--override", "overrides.txt", "--no-header", "--quiet"]
+        command += ["--no-deps"] if no_deps else []
+        done = subprocess.run(command, cwd=folder, env=_uv_env(), capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise _uv_error(done.stderr)
+        document = tomllib.loads((folder / "pylock.toml").read_text())
+    return [entry for package in document.get("packages", ()) for entry in _files(config, package, every_file)]
+
+
+def _preferences(keep: Mapping[str, str]) -> str:
+    lines = ['lock-version = "1.0"', 'created-by = "dsv32-image"']
+    for name, version in sorted(keep.items()):
+        lines += ["[[packages]]", f"name = {json.dumps(name)}", f"version = {json.dumps(version)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _uv_env() -> dict[str, str]:
+    """The environment for uv: the host's uv settings, else the index that pip is set to use."""
+    env = dict(os.environ)
+    # An offline cache of local files is a property of one machine, not of the stack.
+    for name in ("UV_FIND_LINKS", "UV_CONSTRAINT", "UV_OVERRIDE", "UV_EXCLUDE_NEWER"):
+        env.pop(name, None)
+    if not any(env.get(n) for n in ("UV_DEFAULT_INDEX", "UV_INDEX_URL")) and (index := _pip_index()):
+        env["UV_DEFAULT_INDEX"] = index
+    return env
+
+
+def _pip_index() -> str:
+    """The index-url of pip's own settings (environment or configuration), empty if it has none."""
+    if named := os.environ.get("PIP_INDEX_URL"):
+        return named
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _uv_error(stderr: str) -> Exception:
+    text = "\n".join(f"  | {line}" for line in stderr.strip().splitlines()[-12:])
+    if any(word in stderr for word in _NETWORK_WORDS):
+        return DownloadError(
+            f"the package index cannot be reached:\n{text}",
+            hint="check network, proxy and index settings (uv's or pip's); `--offline` works from the store",
+        )
+    return ResolveError(
+        f"no set of versions satisfies what pyproject.toml asks for:\n{text}",
+        hint="change the pins under [tool.dsv32-image] in pyproject.toml",
+    )
+
+
+def _files(config: Config, package: dict[str, Any], every_file: bool) -> list[tuple[Dist, str]]:
+    wheels, sdist = package.get("wheels", []), package.get("sdist")
+    if not every_file:
+        chosen = [_best(config, wheels)] if wheels else ([sdist] if sdist else [])
+    else:
+        chosen = [*wheels, *([sdist] if sdist else [])]
+    if not chosen:
+        raise ResolveError(
+            f"{package['name']} {package.get('version')} has no file that fits the image's Python",
+            hint="pin another version in pyproject.toml",
+        )
+    return [
+        (
+            Dist(
+                name=normalise(package["name"]),
+                version=package["version"],
+                file=_file_name(file),
+                size=file["size"],
+                sha256=file["hashes"]["sha256"],
+            ),
+            file["url"],
+        )
+        for file in chosen
+    ]
+
+
+def _file_name(file: dict[str, Any]) -> str:
+    name: str = file.get("name") or unquote(file["url"].rsplit("/", 1)[-1].split("#")[0])
+    return name
+
+
+def _best(config: Config, wheels: list[dict[str, Any]]) -> dict[str, Any]:
+    """The wheel an installer would take: uv lists those that fit, the tag order of PEP 425 decides."""
+    major, minor = (int(part) for part in config.python.split("."))
+    arch, _, glibc = config.wheel_platform.partition("-manylinux_2_")
+    platforms = [f"manylinux_2_{n}_{arch}" for n in range(int(glibc), 4, -1)]
+    platforms[-12:-12] = [f"manylinux2014_{arch}"]
+    platforms += [f"manylinux2010_{arch}", f"manylinux1_{arch}", f"linux_{arch}"]
+    order = [
+        *tags.cpython_tags((major, minor), platforms=platforms),
+        *tags.compatible_tags((major, minor), f"cp{major}{minor}", platforms),
+    ]
+    rank = {tag: position for position, tag in enumerate(order)}
+
+    def place(file: dict[str, Any]) -> tuple[int, str]:
+        name = _file_name(file)
+        return min((rank.get(tag, len(order)) for tag in parse_wheel_filename(name)[3]), default=len(order)), name
+
+    return min(wheels, key=place)
+
+
+def _homes(variant: VariantConfig) -> Callable[[str], str]:
+    """A function from a distribution's name to its layer.
+
+    Listed by name: that layer. Caught by a layer's `collect`: that one. Anything else: the first
+    layer that lists wheels, so that what many need lies below what changes often.
+    """
+    listed = {normalise(Requirement(w).name): layer.name for layer in variant.layers for w in layer.wheels}
+    patterns = [(pattern, layer.name) for layer in variant.layers for pattern in layer.collect]
+    default = next(layer.name for layer in variant.layers if layer.wheels)
+
+    def home(name: str) -> str:
+        if name in listed:
+            return listed[name]
+        return next((layer for pattern, layer in patterns if fnmatch.fnmatchcase(name, pattern)), default)
+
+    return home
