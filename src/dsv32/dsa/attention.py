@@ -1,0 +1,131 @@
+"""Sparse attention over the chosen keys, with its gradient: one autograd function, three ways to compute it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv32.dsa import gpu, streaming
+from dsv32.dsa.plan import Bounds, blocks, bounds_of_indices, even_step, row_step
+from dsv32.dsa.settings import Settings, decline
+
+
+class SparseAttention(torch.autograd.Function):
+    """out, lse = SparseAttention.apply(q, kv, indices, scale, d_v, settings, bounds).
+
+    q [sq, H, D], kv [sk, D] (values are the first d_v channels), indices int32 [sq, topk] with -1 for an empty slot,
+    no key twice in a row. out [sq, H, d_v]; lse [sq, H], no gradient. bounds may be None. Source: DeepSeek-V3.2
+    report, section 2.1, equation 2, in the absorbed (MQA) form of appendix A.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, settings: Settings, bounds: Bounds | None
+    ) -> tuple[Tensor, Tensor]:
+        q, kv = q.contiguous(), kv.contiguous()
+        reason = _why_torch(q, kv, d_v, settings)
+        ctx.fused = reason is None
+        if reason is None:
+            out, lse = gpu.forward(q, kv, indices, scale)
+        else:
+            if q.is_cuda and settings.path != "torch":
+                decline(settings, "sparse attention", reason)
+            out, lse = streaming.attention_forward(q, kv, indices, scale, d_v, settings.byte_budget)
+        ctx.save_for_backward(q, kv, indices, out, lse)
+        ctx.scale, ctx.settings, ctx.bounds = scale, settings, bounds
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, indices, out, lse = ctx.saved_tensors
+        dq, dkv = attention_backward(q, kv, indices, out, lse, dout, ctx.scale, ctx.settings, ctx.bounds, ctx.fused)
+        return dq, dkv, None, None, None, None, None
+
+
+def attention_backward(
+    q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float, settings: Settings,
+    bounds: Bounds | None = None, fused: bool = True, way: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(dq, dkv). way forces `tiles`, `atomics` or `torch`; None chooses by the estimated time."""
+    if way is None:
+        way = choose_backward(q, kv, indices, settings) if fused else "torch"
+    if way == "torch":
+        return streaming.attention_backward(q, kv, indices, out, lse, dout, scale, settings.byte_budget)
+    if way == "atomics":
+        return gpu.backward(q, kv, indices, out, lse, dout, scale)
+    return tiles_backward(q, kv, indices, out, lse, dout, scale, settings, bounds)
+
+
+# Picoseconds of an H200 per (row, key, head) of full tiles and per (row, chosen key) of the atomic kernel at up to 64
+# heads; docs/dsa-kernels.md has the runs behind them.
+TILE_PS, ATOMIC_PS = 9.0, 780.0
+
+
+def choose_backward(q: Tensor, kv: Tensor, indices: Tensor, settings: Settings) -> str:
+    """`tiles` (deterministic) or `atomics`, whichever is estimated to be faster; deterministic mode takes tiles."""
+    if settings.deterministic or gpu.cudnn_dsa() is None:
+        return "tiles"
+    sq, heads, _ = q.shape
+    sk = kv.size(0)
+    seen = sq * (sk - min(sq, sk) / 2)
+    atomic = ATOMIC_PS * sq * indices.size(1) * max(1.0, heads / 64)
+    return "tiles" if TILE_PS * seen * max(8, heads) < atomic else "atomics"
+
+
+def tiles_backward(
+    q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float, settings: Settings,
+    bounds: Bounds | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Deterministic backward by full tiles: P and dS of one block at a time, then three plain matrix products."""
+    from dsv32.dsa.kernels import tiles
+
+    sq, heads, dim = q.shape
+    sk, d_v = kv.size(0), out.size(-1)
+    full = max(8, 1 << (heads - 1).bit_length())
+    if full != heads:
+        q, out, dout = (gpu.pad_heads(t, full) for t in (q, out, dout))
+        lse = torch.nn.functional.pad(lse, (0, full - heads))
+    dout = dout.contiguous()
+    bounds = bounds if bounds is not None else bounds_of_indices(indices, sk)
+    delta = tiles.row_dot(out.contiguous(), dout)
+    dq = torch.empty_like(q)
+    dkv = torch.zeros(sk, dim, dtype=torch.float32, device=q.device)
+    step = even_step(sq, row_step(sq, full * sk * 4, settings.byte_budget, 16), 16)
+    for block in blocks(bounds, step):
+        rows = slice(block.lo, block.hi)
+        if block.width == 0:
+            dq[rows] = 0
+            continue
+        keep = tiles.mark(indices[rows], block.key_lo, block.width)
+        p, ds = tiles.gradients(
+            q[rows], kv, lse[rows], delta[rows], dout[rows], bounds.starts[rows], bounds.ends[rows],
+            block.key_lo, block.width, scale, keep,
+        )  # fmt: skip
+        keys = slice(block.key_lo, block.key_hi)
+        torch.mm(ds, kv[keys], out=dq[rows].view(-1, dim))
+        dkv[keys] += product(ds, q[rows].view(-1, dim))
+        dkv[keys, :d_v] += product(p, dout[rows].view(-1, d_v))
+    return dq[:, :heads], dkv.to(kv.dtype)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a^T b of bf16 matrices with the fp32 accumulator kept: rounding each block's share to bf16 would add up."""
+    return torch.mm(a.t(), b, out_dtype=torch.float32)
+
+
+def _why_torch(q: Tensor, kv: Tensor, d_v: int, settings: Settings) -> str | None:
+    if settings.path == "torch":
+        return "DSV32_DSA_PATH=torch"
+    reason = gpu.why_not(q, kv)
+    if reason is not None:
+        return reason
+    if gpu.flash_mla() is None:
+        return "flash_mla (sgl-flash-mla) is not importable"
+    if q.size(-1) != 576 or d_v != 512:
+        return f"head dim {q.size(-1)} with values {d_v}, the kernels have 576 with 512"
+    if q.size(1) > 128:
+        return f"{q.size(1)} local heads, at most 128"
+    return None

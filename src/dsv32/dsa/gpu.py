@@ -1,0 +1,185 @@
+"""Which public kernels are usable here, and thin calls into them.
+
+FlashMLA (wheel sgl-flash-mla 1.0.0, forward, saves the log-sum-exp) and the cuDNN frontend's DSA kernels (1.32.0:
+scores, top-k, KL target, both backward passes). Both are imported at first use, so that this package imports on CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.lru_cache(maxsize=1)
+def flash_mla() -> Any | None:
+    """The FlashMLA module, or None where it cannot be imported."""
+    try:
+        return importlib.import_module("flash_mla")
+    except (ImportError, OSError):
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def cudnn_dsa() -> Any | None:
+    """cuDNN frontend's DSA namespace, or None where it cannot be imported."""
+    try:
+        return importlib.import_module("cudnn").DSA
+    except (ImportError, OSError, AttributeError):
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def have_triton() -> bool:
+    """Whether Triton imports."""
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return False
+    return True
+
+
+def why_not(*tensors: Tensor) -> str | None:
+    """The reason why these tensors cannot use the GPU kernels at all, or None."""
+    if not all(t.is_cuda for t in tensors):
+        return "a tensor is not on a CUDA device"
+    if torch.cuda.get_device_capability(tensors[0].device)[0] != 9:
+        return "the device is not Hopper (compute capability 9.x)"
+    if any(t.dtype != torch.bfloat16 for t in tensors):
+        return f"inputs must be bfloat16, got {sorted({str(t.dtype) for t in tensors})}"
+    if not have_triton():
+        return "triton is not installed"
+    return None
+
+
+def pad_columns(indices: Tensor, multiple: int) -> Tensor:
+    """int32 [rows, topk] padded with -1 to a multiple of `multiple` columns, contiguous."""
+    extra = -indices.size(1) % multiple
+    if extra:
+        indices = torch.nn.functional.pad(indices, (0, extra), value=-1)
+    return indices.contiguous()
+
+
+def pad_heads(x: Tensor, heads: int) -> Tensor:
+    """[sq, H, D] zero-padded to `heads` heads."""
+    if x.size(1) == heads:
+        return x.contiguous()
+    return torch.nn.functional.pad(x, (0, 0, 0, heads - x.size(1)))
+
+
+def widen_heads(q: Tensor, heads: int) -> Tensor:
+    """A [sq, heads, D] view whose first q.size(1) heads are q's; the rest overlap the following tokens.
+
+    FlashMLA computes 64 heads at least. Writing 48 zero heads a token costs four times q's bytes; what the unused
+    heads hold does not matter as long as it is readable and finite, so they alias the next tokens' heads. One copy
+    of q with a tail of zeros keeps the last tokens' view inside the storage.
+    """
+    sq, have, dim = q.shape
+    if have == heads:
+        return q.contiguous()
+    flat = torch.empty(sq * have + heads - have, dim, dtype=q.dtype, device=q.device)
+    flat[: sq * have].view(sq, have, dim).copy_(q)
+    flat[sq * have :].zero_()
+    return flat.as_strided((sq, heads, dim), (have * dim, dim, 1))
+
+
+def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """FlashMLA sparse forward: out bf16 [sq, H, 512], lse fp32 [sq, H] (natural log, -inf without keys).
+
+    q [sq, H, 576] with H <= 128, kv [sk, 576], indices int32 [sq, topk] with -1 for empty.
+    """
+    heads = q.size(1)
+    full = 64 if heads <= 64 else 128
+    module = flash_mla()
+    assert module is not None
+    out, _, lse = module.flash_mla_sparse_fwd(
+        widen_heads(q, full), kv[:, None], pad_columns(indices, 128)[:, None], scale, use_legacy=True
+    )
+    # FlashMLA reports +inf for a row without keys; the mathematical value is -inf.
+    lse = torch.where(torch.isinf(lse), torch.full_like(lse, float("-inf")), lse)
+    return out[:, :heads].contiguous(), lse[:, :heads].contiguous()
+
+
+def backward(
+    q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """cuDNN sparse backward (atomic dKV): dq [sq, H, 576] and dkv [sk, 576] in bf16."""
+    heads = q.size(1)
+    full = max(16, heads)
+    idx = pad_columns(indices, 64)
+    length = (idx >= 0).sum(-1, dtype=torch.int32)
+    lse = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
+    if full != heads:
+        q, out, dout = (pad_heads(t, full) for t in (q, out, dout))
+        lse = torch.nn.functional.pad(lse, (0, full - heads))
+    sink = torch.full((full,), float("-inf"), device=q.device)
+    dsa = cudnn_dsa()
+    assert dsa is not None
+    got = dsa.sparse_attention_backward_wrapper(
+        q.contiguous(), kv, out.contiguous(), dout.contiguous(), lse.contiguous(), sink, idx,
+        softmax_scale=scale, topk_length=length,
+    )  # fmt: skip
+    return got["dq"][:, :heads], got["dkv"]
+
+
+def causal_scores(q: Tensor, k: Tensor, weights: Tensor, offset: int) -> Tensor:
+    """cuDNN indexer scores fp32 [rows, sk]; row i sees keys j <= i + offset. q [rows, Hi, 128], k [sk, 128]."""
+    dsa = cudnn_dsa()
+    assert dsa is not None
+    offsets = torch.full((1,), offset, dtype=torch.int32, device=q.device)
+    got = dsa.indexer_forward_wrapper(
+        q[None], k[None, :, None], weights[None], ratio=1, sm_scale=1.0, q_causal_offsets=offsets
+    )
+    scores: Tensor = got["scores"][0]
+    return scores
+
+
+def topk(scores: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """cuDNN top-k over each row's first lengths[i] columns: (int32 ascending, -1 last; values, -inf there).
+
+    Ties go to the smaller column. Ascending order also makes slots agree between tensor-parallel ranks, which sum
+    the KL target slot by slot.
+    """
+    dsa = cudnn_dsa()
+    assert dsa is not None
+    got = dsa.indexer_top_k_wrapper(scores, lengths, count, next_n=1, return_val=True, tie_break=1, deterministic=True)
+    return got["indices"], got["values"]
+
+
+def sparse_target(query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale: float) -> Tensor:
+    """cuDNN KL target: sum over heads of exp(s - lse) at the chosen keys, fp32 [sq, topk]."""
+    heads = query.size(1)
+    topk_count = indices.size(1)
+    idx = pad_columns(indices, 128)
+    lse = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
+    if heads < 16:
+        # An added head must add nothing to the sum: exp(0 - inf) = 0.
+        query = pad_heads(query, 16)
+        lse = torch.nn.functional.pad(lse, (0, 16 - heads), value=float("inf"))
+    dsa = cudnn_dsa()
+    assert dsa is not None
+    got = dsa.sparse_attn_score_recompute_wrapper(
+        query[None], kv[None], lse[None].contiguous(), idx[None], softmax_scale=scale, qhead_per_kv_head=query.size(1)
+    )
+    out: Tensor = got["target"][0, :, :topk_count]
+    return out
+
+
+def indexer_backward(
+    q: Tensor, k: Tensor, weights: Tensor, target: Tensor, predict: Tensor, indices: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cuDNN sparse indexer backward of scale * sum(KL): (dq, dw, dk). target is overwritten.
+
+    target, predict fp32 [sq, topk], both 0 in slots that do not count; scale: fp32 tensor of one element.
+    """
+    sq = q.size(0)
+    dsa = cudnn_dsa()
+    assert dsa is not None
+    got = dsa.indexer_backward_wrapper(
+        q[None], weights[None], k[None], target[None], predict[None], indices[None], scale.reshape(1),
+        loss_coeff=float(sq),
+    )  # fmt: skip
+    return got["d_index_q"][0], got["d_weights"][0], got["d_index_k"][0]

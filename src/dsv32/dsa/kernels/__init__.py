@@ -1,0 +1,1 @@
+"""Triton kernels. Import a module of this package only where CUDA and Triton are present."""

@@ -1,0 +1,225 @@
+"""One tile product, three epilogues: attention over all keys of a block as matrix products with full tiles.
+
+Rows are (token, head) pairs, row = token * H + head, so that 16 local heads of 8 tokens fill a 128-row tile: at 16
+heads a one-token tile is three quarters empty, and gathering keys per token is bound by L2 (1,152 bytes a key).
+Where a good share of the keys is chosen, computing all of them in full tiles and masking is faster, needs no
+atomics and is deterministic. `docs/dsa-kernels.md` has the figures.
+
+  statistics:  per tile the row maximum and the sum of exponentials (log-sum-exp over all valid keys)
+  target:      sum over heads of exp(s - lse): the indexer's KL target
+  gradients:   P = exp(s - lse) and dS = P * (dP - delta) * scale, bf16, which plain matrix products turn into
+               dQ = dS K and dKV = P^T dO + dS^T Q
+
+Source of the formulas: FlashAttention-2 (arXiv 2307.08691), section 3.1, equations for P, dP, dS with
+delta = rowsum(O * dO).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+BM, BN, BK = 128, 128, 64
+NOPE, ROPE = 512, 64
+
+
+@triton.jit
+def _tile(
+    q, do, kv, lse2, delta, keep, starts, ends, out_a, out_b,
+    rows, width, key_lo, scale, keep_stride, out_stride,
+    H: tl.constexpr, MODE: tl.constexpr, KEEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DR: tl.constexpr,
+):  # fmt: skip
+    pid_n = tl.program_id(0)
+    pid_m = tl.program_id(1)
+    r = pid_m * BM + tl.arange(0, BM)
+    n = pid_n * BN + tl.arange(0, BN)
+    row_ok = r < rows
+    col_ok = n < width
+    tok = r // H
+    st = tl.load(starts + tok, mask=row_ok, other=0x7FFFFFFF) - key_lo
+    en = tl.load(ends + tok, mask=row_ok, other=0) - key_lo
+    live = (tl.max(en, 0) > pid_n * BN) & (tl.min(st, 0) < pid_n * BN + BN)
+    full: tl.constexpr = D + DR
+    tl.static_assert(DR == BK)
+    r64 = r.to(tl.int64)
+    k64 = (n + key_lo).to(tl.int64)
+    kk = tl.arange(0, BK)
+    q_ptr = q + r64[:, None] * full + kk[None, :]
+    k_ptr = kv + k64[None, :] * full + kk[:, None]
+    s = tl.zeros([BM, BN], dtype=tl.float32)
+    if MODE == 2:
+        dp = tl.zeros([BM, BN], dtype=tl.float32)
+        do_ptr = do + r64[:, None] * D + kk[None, :]
+        # The rotary part first, outside the loop: the loop then has the same 64-wide key slice for both products.
+        qr = tl.load(q_ptr + D, mask=row_ok[:, None] & live, other=0.0)
+        kr = tl.load(k_ptr + D, mask=col_ok[None, :] & live, other=0.0)
+        s = tl.dot(qr, kr, s)
+        steps = tl.where(live, D // BK, 0)
+        for i in range(steps):
+            qt = tl.load(q_ptr + i * BK, mask=row_ok[:, None], other=0.0)
+            kt = tl.load(k_ptr + i * BK, mask=col_ok[None, :], other=0.0)
+            dt = tl.load(do_ptr + i * BK, mask=row_ok[:, None], other=0.0)
+            s = tl.dot(qt, kt, s)
+            dp = tl.dot(dt, kt, dp)
+    else:
+        steps = tl.where(live, full // BK, 0)
+        for i in range(steps):
+            qt = tl.load(q_ptr + i * BK, mask=row_ok[:, None], other=0.0)
+            kt = tl.load(k_ptr + i * BK, mask=col_ok[None, :], other=0.0)
+            s = tl.dot(qt, kt, s)
+    ok = (n[None, :] >= st[:, None]) & (n[None, :] < en[:, None]) & col_ok[None, :] & row_ok[:, None]
+    if KEEP:
+        kept = tl.load(keep + tok.to(tl.int64)[:, None] * keep_stride + n[None, :], mask=ok, other=0)
+        ok = ok & (kept != 0)
+    s2 = s * (scale * 1.4426950408889634)
+    if MODE == 0:
+        s2 = tl.where(ok, s2, float("-inf"))
+        m = tl.max(s2, 1)
+        safe = tl.where(m == float("-inf"), 0.0, m)
+        total = tl.sum(tl.exp2(s2 - safe[:, None]), 1)
+        where = r64 * out_stride + pid_n
+        tl.store(out_a + where, m, mask=row_ok)
+        tl.store(out_b + where, total, mask=row_ok)
+    else:
+        base = tl.load(lse2 + r, mask=row_ok, other=0.0)
+        p = tl.where(ok, tl.exp2(s2 - base[:, None]), 0.0)
+        if MODE == 1:
+            summed = tl.sum(tl.reshape(p, (BM // H, H, BN)), 1)
+            t = pid_m * (BM // H) + tl.arange(0, BM // H)
+            where = t.to(tl.int64)[:, None] * out_stride + n[None, :]
+            tl.store(out_a + where, summed, mask=(t * H < rows)[:, None] & col_ok[None, :])
+        else:
+            dl = tl.load(delta + r, mask=row_ok, other=0.0)
+            ds = p * (dp - dl[:, None]) * scale
+            where = r64[:, None] * out_stride + n[None, :]
+            inside = row_ok[:, None] & col_ok[None, :]
+            tl.store(out_a + where, p.to(out_a.dtype.element_ty), mask=inside)
+            tl.store(out_b + where, ds.to(out_b.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mark(idx, keep, key_lo, width, idx_stride, keep_stride, topk, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    j = tl.load(idx + row * idx_stride + c, mask=c < topk, other=-1)
+    local = j - key_lo
+    tl.store(keep + row * keep_stride + local, 1, mask=(j >= 0) & (local >= 0) & (local < width))
+
+
+def mark(indices: Tensor, key_lo: int, width: int) -> Tensor:
+    """uint8 [rows, width]: 1 where key key_lo + column is among the row's indices (int32 [rows, topk], -1 empty)."""
+    rows, topk = indices.shape
+    keep = torch.zeros(rows, width, dtype=torch.uint8, device=indices.device)
+    if rows and topk and width:
+        block = triton.next_power_of_2(topk)
+        _mark[(rows,)](indices, keep, key_lo, width, indices.stride(0), keep.stride(0), topk, BLOCK=block, num_warps=4)
+    return keep
+
+
+@triton.jit
+def _pick(dense, idx, out, key_lo, width, dense_stride, idx_stride, out_stride, topk, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    j = tl.load(idx + row * idx_stride + c, mask=c < topk, other=-1)
+    ok = (j >= key_lo) & (j - key_lo < width)
+    value = tl.load(dense + row * dense_stride + (j - key_lo), mask=ok, other=0.0)
+    tl.store(out + row * out_stride + c, value, mask=ok)
+
+
+def pick(dense: Tensor, indices: Tensor, key_lo: int, out: Tensor) -> None:
+    """out[i, c] = dense[i, indices[i, c] - key_lo] where that key is in the block; other slots stay as they are."""
+    rows, topk = indices.shape
+    if rows and topk:
+        block = triton.next_power_of_2(topk)
+        _pick[(rows,)](
+            dense, indices, out, key_lo, dense.size(1), dense.stride(0), indices.stride(0), out.stride(0), topk,
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+def _launch(mode: int, query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float,
+            out_a: Tensor, out_b: Tensor, out_stride: int, lse2: Tensor | None = None, delta: Tensor | None = None,
+            dout: Tensor | None = None, keep: Tensor | None = None) -> None:  # fmt: skip
+    tokens, heads, dim = query.shape
+    if dim != NOPE + ROPE or kv.shape[-1] != dim or heads not in (8, 16, 32, 64, 128):
+        raise ValueError(f"tiles need head dim 576 and 8 to 128 heads (power of two), got {tuple(query.shape)}")
+    if not (query.is_contiguous() and kv.is_contiguous() and (dout is None or dout.is_contiguous())):
+        raise ValueError("tiles need contiguous query, kv and dout")
+    rows = tokens * heads
+    grid = (triton.cdiv(width, BN), triton.cdiv(rows, BM))
+    any_f = out_a
+    _tile[grid](
+        query, dout if dout is not None else query, kv, lse2 if lse2 is not None else any_f,
+        delta if delta is not None else any_f, keep if keep is not None else starts, starts, ends, out_a, out_b,
+        rows, width, key_lo, scale, keep.stride(0) if keep is not None else 0, out_stride,
+        H=heads, MODE=mode, KEEP=keep is not None, BM=BM, BN=BN, BK=BK, D=NOPE, DR=ROPE,
+        num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
+def statistics(query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float) -> Tensor:
+    """Natural log-sum-exp over each row's valid keys in [key_lo, key_lo + width): fp32 [tokens, H].
+
+    query: bf16 [tokens, H, 576]; kv: bf16 [sk, 576]; starts, ends: int32 [tokens]. -inf for a row without keys.
+    """
+    tokens, heads, _ = query.shape
+    tiles = triton.cdiv(width, BN)
+    m = torch.empty(tokens * heads, tiles, dtype=torch.float32, device=query.device)
+    total = torch.empty_like(m)
+    _launch(0, query, kv, starts, ends, key_lo, width, scale, m, total, tiles)
+    top = m.amax(1, keepdim=True)
+    safe = torch.where(torch.isinf(top), torch.zeros_like(top), top)
+    lse2 = safe + (total * torch.exp2(m - safe)).sum(1, keepdim=True).log2()
+    return (lse2 / LOG2E).view(tokens, heads)
+
+
+def target(query: Tensor, kv: Tensor, lse: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float,
+           keep: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Sum over heads of exp(s - lse) at each valid (and kept) key: fp32 [tokens, width]. lse: fp32 [tokens, H]."""
+    tokens = query.size(0)
+    out = torch.empty(tokens, width, dtype=torch.float32, device=query.device)
+    lse2 = finite(lse).mul(LOG2E).contiguous()
+    _launch(1, query, kv, starts, ends, key_lo, width, scale, out, out, width, lse2=lse2, keep=keep)
+    return out
+
+
+def gradients(query: Tensor, kv: Tensor, lse: Tensor, delta: Tensor, dout: Tensor, starts: Tensor, ends: Tensor,
+              key_lo: int, width: int, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """P and dS in the type of query, [tokens * H, width]; zero where a key is not kept."""
+    rows = query.size(0) * query.size(1)
+    # Rows start 128 bytes apart at least, or the matrix products that follow leave their aligned kernels.
+    stride = triton.cdiv(width, 64) * 64
+    p = torch.empty(rows, stride, dtype=query.dtype, device=query.device)
+    ds = torch.empty_like(p)
+    lse2 = finite(lse).mul(LOG2E).contiguous()
+    _launch(2, query, kv, starts, ends, key_lo, width, scale, p, ds, stride, lse2=lse2, delta=delta.contiguous(),
+            dout=dout, keep=keep)  # fmt: skip
+    return p[:, :width], ds[:, :width]
+
+
+@triton.jit
+def _row_dot(a, b, out, rows, D: tl.constexpr, R: tl.constexpr):
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    where = r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    ok = (r < rows)[:, None]
+    x = tl.load(a + where, mask=ok, other=0.0).to(tl.float32)
+    y = tl.load(b + where, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + r, tl.sum(x * y, 1), mask=r < rows)
+
+
+def row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """delta = rowsum(a * b) in fp32 over the last dimension (a power of two) of contiguous a, b."""
+    out = torch.empty(a.shape[:-1], dtype=torch.float32, device=a.device)
+    rows = out.numel()
+    if rows:
+        _row_dot[(triton.cdiv(rows, 16),)](a, b, out, rows, D=a.size(-1), R=16, num_warps=4)
+    return out
+
+
+def finite(lse: Tensor) -> Tensor:
+    """lse with 0 in place of an infinity: a row without keys has no valid entry, and exp(-inf - 0) is 0, not NaN."""
+    return torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)

@@ -1,0 +1,272 @@
+"""The indexer's KL losses, over the chosen keys and over all keys, streamed by blocks with their gradients.
+
+Loss and gradient are computed in one pass over the blocks in the forward, as the gradient of a scalar loss is known
+up to one factor: nothing of [sq, sk] is kept or recomputed, and backward multiplies three tensors by that factor.
+Source: DeepSeek-V3.2 report, section 2.1, equations 3 (dense warm-up) and 4 (sparse stage); reduction and floors as in
+megatron-core 0.19.2 dsa_indexer_loss.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsv32.dsa import gpu, selection, streaming
+from dsv32.dsa.plan import Bounds, blocks, even_step, row_step
+from dsv32.dsa.settings import Settings, decline
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What the loss needs beside the indexer's own tensors; all detached.
+
+    query [sq, H, D], kv [sk, D]: attention in absorbed form; scale: its softmax scale. lse [sq, H]: log-sum-exp over
+    the chosen keys (sparse loss only). indices int32 [sq, topk], picked: their scores. rows: bool [sq] or None, the
+    rows that count. tp_group: target heads are summed over it. rank-local sums are divided by `norm`.
+    """
+
+    query: Tensor
+    kv: Tensor
+    scale: float
+    bounds: Bounds
+    relu: bool = True
+    lse: Tensor | None = None
+    indices: Tensor | None = None
+    picked: Tensor | None = None
+    rows: Tensor | None = None
+    tp_group: Any | None = None
+
+    def fused(self, q: Tensor, k: Tensor, settings: Settings) -> str | None:
+        """Why the kernels do not cover this loss, or None."""
+        reason = selection.why_torch(q, k, settings) or gpu.why_not(self.query, self.kv)
+        if reason is None and (self.query.size(-1) != 576 or self.query.size(1) > 128):
+            reason = f"attention query {tuple(self.query.shape)}, the kernels have head dim 576 and up to 128 heads"
+        return reason
+
+
+class IndexerLoss(torch.autograd.Function):
+    """loss = IndexerLoss.apply(q, k, weights, inputs, factor, sparse, settings).
+
+    q [sq, Hi, D], k [sk, D], weights [sq, Hi] carry the gradient. factor: fp32 scalar tensor that the sum of
+    KL over rows is multiplied by. Returns a fp32 scalar.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, factor: Tensor, sparse: bool, settings: Settings
+    ) -> Tensor:
+        need = any(ctx.needs_input_grad[:3])
+        run = sparse_loss if sparse else dense_loss
+        kl, grads = run(q, k, weights, inputs, factor, settings, need)
+        if grads is not None:
+            ctx.save_for_backward(*(g.to(t.dtype) for g, t in zip(grads, (q, k, weights), strict=True)))
+        return kl * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.saved_tensors:
+            return (None,) * 7
+        dq, dk, dw = ctx.saved_tensors
+        return dq * grad.to(dq.dtype), dk * grad.to(dk.dtype), dw * grad.to(dw.dtype), None, None, None, None
+
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def _padded(inputs: LossInputs) -> tuple[Tensor, int]:
+    """(query zero-padded to a power of two of heads, how many of them are real)."""
+    heads = inputs.query.size(1)
+    full = max(8, 1 << (heads - 1).bit_length())
+    return gpu.pad_heads(inputs.query, full), heads
+
+
+def _reduce(target: Tensor, group: Any | None) -> None:
+    if group is not None and dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(target, group=group)
+
+
+def sparse_loss(
+    q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, factor: Tensor, settings: Settings, need: bool
+) -> tuple[Tensor, Grads | None]:
+    """Sum of KL over rows on the chosen keys, and factor times its gradient (dq, dk, dw)."""
+    indices, picked, lse = inputs.indices, inputs.picked, inputs.lse
+    assert indices is not None and picked is not None and lse is not None
+    q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()
+    reason = inputs.fused(q, k, settings)
+    if reason is not None and q.is_cuda and settings.path != "torch":
+        decline(settings, "sparse indexer loss", reason)
+    target = sparse_target(inputs, settings, reason is None)
+    _reduce(target, inputs.tp_group)
+    if reason is None:
+        from dsv32.dsa.kernels import kl
+
+        per_row, predict = kl.sparse(target, picked, indices, inputs.rows)
+        if need and _cudnn_gradient(q, inputs, settings):
+            idx = gpu.pad_columns(indices, 128)
+            extra = idx.size(1) - indices.size(1)
+            if extra:
+                target, predict = (torch.nn.functional.pad(t, (0, extra)) for t in (target, predict))
+            dq, dw, dk = gpu.indexer_backward(q, k, weights, target, predict, idx, factor)
+            return per_row.sum(), (dq, dk, dw)
+        di = predict.sub_(target)
+    else:
+        valid = indices >= 0
+        if inputs.rows is not None:
+            valid = valid & inputs.rows[:, None]
+        per_row, di = streaming.kl_rows(target, picked, valid)
+    total = per_row.sum()
+    if not need:
+        return total, None
+    di = di * factor
+    return total, _score_gradient(q, k, weights, di, indices, inputs, settings, reason is None)
+
+
+def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
+    """cuDNN's indexer backward adds dk with atomics and has the relu built in."""
+    return not settings.deterministic and inputs.relu and gpu.cudnn_dsa() is not None and q.size(1) in (32, 64)
+
+
+def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor:
+    """Sum over heads of the attention probabilities at the chosen keys, fp32 [sq, topk]."""
+    indices, lse = inputs.indices, inputs.lse
+    assert indices is not None and lse is not None
+    if not fused:
+        return streaming.sparse_target(inputs.query, inputs.kv, lse, indices, inputs.scale, settings.byte_budget)
+    sq, sk, topk = inputs.query.size(0), inputs.kv.size(0), indices.size(1)
+    query, heads = _padded(inputs)
+    seen = sk - min(sq, sk) / 2
+    if gpu.cudnn_dsa() is not None and TARGET_TILE_PS * seen * max(8, heads) > TARGET_GATHER_PS * topk * max(1.0, heads / 64):
+        return gpu.sparse_target(inputs.query, inputs.kv, lse, indices, inputs.scale)
+    from dsv32.dsa.kernels import tiles
+
+    full = query.size(1)
+    if full != heads:
+        lse = torch.nn.functional.pad(lse, (0, full - heads), value=float("inf"))
+    out = torch.zeros(sq, topk, dtype=torch.float32, device=query.device)
+    step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 16), 16)
+    for block in blocks(inputs.bounds, step):
+        if block.width == 0:
+            continue
+        rows = slice(block.lo, block.hi)
+        dense = tiles.target(
+            query[rows], inputs.kv, lse[rows], inputs.bounds.starts[rows], inputs.bounds.ends[rows],
+            block.key_lo, block.width, inputs.scale,
+        )  # fmt: skip
+        tiles.pick(dense, indices[rows], block.key_lo, out[rows])
+    return out
+
+
+# Picoseconds of an H200 per (row, key, head) in full tiles, and per (row, chosen key) for the gathering kernel.
+TARGET_TILE_PS, TARGET_GATHER_PS = 2.5, 170.0
+
+
+def _score_gradient(
+    q: Tensor, k: Tensor, weights: Tensor, di: Tensor, indices: Tensor, inputs: LossInputs, settings: Settings, fused: bool
+) -> Grads:
+    """Gradient through the scores from di [sq, topk] at the chosen keys, by dense blocks: deterministic."""
+    sq, sk = q.size(0), k.size(0)
+    dq, dk, dw = _zeros(q, k, weights)
+    width_bytes = 8 if fused else 4 * (4 * q.size(1) + 2)
+    step = even_step(sq, row_step(sq, sk * width_bytes, settings.byte_budget, 16), 16)
+    for block in blocks(inputs.bounds, step):
+        if block.width == 0:
+            continue
+        rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
+        dense = torch.zeros(block.rows, block.width + 1, dtype=di.dtype, device=di.device)
+        where = torch.where(indices[rows] >= 0, indices[rows] - block.key_lo, block.width)
+        dense.scatter_(1, where.long(), torch.where(indices[rows] >= 0, di[rows], torch.zeros_like(di[rows])))
+        _add_gradient(q, k, weights, dense[:, : block.width], inputs, rows, keys, fused, dq, dk, dw)
+    return dq, dk, dw
+
+
+def _add_gradient(
+    q: Tensor, k: Tensor, weights: Tensor, dense: Tensor, inputs: LossInputs, rows: slice, keys: slice, fused: bool,
+    dq: Tensor, dk: Tensor, dw: Tensor,
+) -> None:  # fmt: skip
+    if fused:
+        from dsv32.dsa.kernels import indexer
+
+        part = indexer.gradient(
+            q[rows], k, weights[rows], dense, inputs.bounds.starts[rows], inputs.bounds.ends[rows], keys.start, inputs.relu
+        )
+    else:
+        part = streaming.score_gradient(q[rows], k[keys], weights[rows], dense, inputs.relu)
+    dq[rows], dw[rows] = part[0], part[1]
+    dk[keys] += part[2]
+
+
+def _zeros(q: Tensor, k: Tensor, weights: Tensor) -> Grads:
+    acc = streaming.wide(q, k)
+    return (
+        torch.zeros_like(q), torch.zeros(k.shape, dtype=acc, device=k.device),
+        torch.zeros(weights.shape, dtype=acc, device=k.device),
+    )  # fmt: skip
+
+
+def dense_loss(
+    q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, factor: Tensor, settings: Settings, need: bool
+) -> tuple[Tensor, Grads | None]:
+    """Sum of KL over rows on all valid keys, and factor times its gradient (dq, dk, dw)."""
+    q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()
+    reason = inputs.fused(q, k, settings)
+    if reason is not None and q.is_cuda and settings.path != "torch":
+        decline(settings, "dense indexer loss", reason)
+    fused = reason is None
+    sq, sk = q.size(0), k.size(0)
+    # Fused: target, scores and the gradient block in fp32, and the parts of dk. Otherwise per-head scores too.
+    per_row = sk * (16 if fused else 4 * (2 * inputs.query.size(1) + 4 * q.size(1) + 6))
+    step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 16), 16)
+    grads = _zeros(q, k, weights) if need else None
+    total = torch.zeros((), dtype=streaming.wide(q, k), device=q.device)
+    for block in blocks(inputs.bounds, step):
+        if block.width == 0:
+            continue
+        rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
+        target, scores = _dense_block(q, k, weights, inputs, rows, keys, fused)
+        _reduce(target, inputs.tp_group)
+        row_ok = None if inputs.rows is None else inputs.rows[rows]
+        starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
+        if fused:
+            from dsv32.dsa.kernels import kl
+
+            per, di = kl.dense(target, scores, starts, ends, block.key_lo, row_ok, factor)
+        else:
+            valid = _valid(starts, ends, block.key_lo, block.width)
+            per, di = streaming.kl_rows(target, scores, valid if row_ok is None else valid & row_ok[:, None])
+            di = di * factor
+        total += per.sum()
+        if grads is not None:
+            _add_gradient(q, k, weights, di, inputs, rows, keys, fused, *grads)
+    return total, grads
+
+
+def _valid(starts: Tensor, ends: Tensor, key_lo: int, width: int) -> Tensor:
+    key = torch.arange(key_lo, key_lo + width, device=starts.device)[None]
+    return (key >= starts[:, None]) & (key < ends[:, None])
+
+
+def _dense_block(
+    q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, rows: slice, keys: slice, fused: bool
+) -> tuple[Tensor, Tensor]:
+    """(target, scores) of one block, [rows, width]; columns a row may not see hold anything finite or nothing."""
+    starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
+    width = keys.stop - keys.start
+    if not fused:
+        valid = _valid(starts, ends, keys.start, width)
+        target = streaming.dense_target(inputs.query[rows], inputs.kv[keys], valid, inputs.scale)
+        return target, streaming.block_scores(q[rows], k[keys], weights[rows], inputs.relu)
+    from dsv32.dsa.kernels import indexer, tiles
+
+    query, heads = _padded(inputs)
+    lse = tiles.statistics(query[rows], inputs.kv, starts, ends, keys.start, width, inputs.scale)
+    lse[:, heads:] = float("inf")
+    target = tiles.target(query[rows], inputs.kv, lse, starts, ends, keys.start, width, inputs.scale)
+    off = inputs.bounds.causal_offset
+    if off is not None and inputs.relu and q.size(1) in (16, 32, 64) and gpu.cudnn_dsa() is not None:
+        return target, gpu.causal_scores(q[rows], k, weights[rows], off + rows.start)[:, :width]
+    first = torch.full_like(starts, keys.start)
+    return target, indexer.scores(q[rows], k, weights[rows], first, ends, width, inputs.relu)

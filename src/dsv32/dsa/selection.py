@@ -1,0 +1,95 @@
+"""Indexer scores and top-k, block by block: the same keys with and without gradients, from run to run, on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv32.dsa import gpu, streaming
+from dsv32.dsa.plan import Bounds, blocks, even_step, row_step
+from dsv32.dsa.settings import Settings, decline
+
+
+def select(
+    q: Tensor, k: Tensor, weights: Tensor, bounds: Bounds, topk: int, settings: Settings, *, relu: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The best min(topk, sk) keys of each row and their scores, without gradients.
+
+    q [sq, Hi, D], k [sk, D], weights [sq, Hi]. Returns int32 [sq, count], ascending with -1 in empty slots, and fp32
+    scores [sq, count] with -inf there. Equal scores go to the smaller index. Source: DeepSeek-V3.2 report, equation 1.
+    """
+    sq, heads, _ = q.shape
+    count = min(topk, k.size(0))
+    with torch.no_grad():
+        q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()
+        reason = why_torch(q, k, settings)
+        if reason is None and gpu.cudnn_dsa() is None:
+            reason = "the cuDNN frontend's DSA (top-k) is not importable"
+        indices = torch.full((sq, count), -1, dtype=torch.int32, device=q.device)
+        picked = torch.full((sq, count), float("-inf"), dtype=streaming.wide(q, k), device=q.device)
+        if sq == 0 or count == 0:
+            return indices, picked
+        if reason is not None:
+            if q.is_cuda and settings.path != "torch":
+                decline(settings, "indexer top-k", reason)
+            _select_torch(q, k, weights, bounds, relu, settings, indices, picked)
+        else:
+            _select_gpu(q, k, weights, bounds, relu, settings, indices, picked)
+    return indices, picked
+
+
+def _select_torch(
+    q: Tensor, k: Tensor, weights: Tensor, bounds: Bounds, relu: bool, settings: Settings, indices: Tensor, picked: Tensor
+) -> None:
+    sk, heads = k.size(0), q.size(1)
+    step = even_step(q.size(0), row_step(q.size(0), sk * (heads + 4) * 4, settings.byte_budget), 1)
+    for block in blocks(bounds, step):
+        if block.width == 0:
+            continue
+        rows = slice(block.lo, block.hi)
+        scores = streaming.block_scores(q[rows], k[block.key_lo : block.key_hi], weights[rows], relu)
+        indices[rows], picked[rows] = streaming.block_topk(
+            scores, bounds.starts[rows], bounds.ends[rows], block.key_lo, indices.size(1)
+        )
+
+
+def _select_gpu(
+    q: Tensor, k: Tensor, weights: Tensor, bounds: Bounds, relu: bool, settings: Settings, indices: Tensor, picked: Tensor
+) -> None:
+    from dsv32.dsa.kernels import indexer
+
+    sq, heads, dim = q.shape
+    sk = k.size(0)
+    lengths = bounds.lengths()
+    step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 128), 128)
+    plain = bounds.causal_offset is not None and relu and heads in (16, 32, 64)
+    buffer = None if plain else torch.empty(step, -(-sk // 4) * 4, dtype=torch.float32, device=q.device)
+    for lo in range(0, sq, step):
+        hi = min(lo + step, sq)
+        rows = slice(lo, hi)
+        if plain:
+            assert bounds.causal_offset is not None
+            scores = gpu.causal_scores(q[rows], k, weights[rows], bounds.causal_offset + lo)
+        else:
+            assert buffer is not None
+            scores = buffer[: hi - lo]
+            indexer.scores(q[rows], k, weights[rows], bounds.starts[rows], bounds.ends[rows], sk, relu, scores)
+        local, values = gpu.topk(scores, lengths[rows], indices.size(1))
+        if not plain:
+            # Columns count from each row's first key, so the valid ones are a prefix.
+            local = torch.where(local >= 0, local + bounds.starts[rows, None], local)
+        indices[rows], picked[rows] = local, values
+
+
+def why_torch(q: Tensor, k: Tensor, settings: Settings) -> str | None:
+    """Why the indexer kernels do not cover these inputs, or None."""
+    if settings.path == "torch":
+        return "DSV32_DSA_PATH=torch"
+    reason = gpu.why_not(q, k)
+    if reason is not None:
+        return reason
+    if q.size(-1) != 128:
+        return f"index head dim {q.size(-1)}, the kernels have 128"
+    if q.size(1) not in (8, 16, 32, 64, 128):
+        return f"{q.size(1)} index heads, the kernels have 8 to 128 in powers of two"
+    return None
