@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from dsv32.mcore.local_backend import LocalBackend
-from dsv32.mcore.packing import packed_params, zigzag_rows
+from dsv32.mcore.packing import packed_params, real_rows, zigzag_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, V_SIZE = 64, 4, 32, 32, 16, 16, 16
 #: With 16 heads a score is exactly 0 (all heads under the relu) once in 65,536, so ties at the top-k border
@@ -26,9 +29,19 @@ INDEX_HEADS, INDEX_SIZE, TOP_K = 16, 32, 16
 #: them.
 THD_LENGTHS = (32, 16, 8, 56)
 SBHD_LENGTHS = (48, 48)
+#: One sequence longer than top-k, one shorter, one of a single token, and the last with a whole chunk of
+#: padding.
+TOKENS = (29, 13, 1, 52)
+PADDED_LENGTHS = (32, 16, 8, 72)
 #: Large enough for the indexer's gradient to be compared beside the main one.
 LOSS_COEFFICIENT = 0.5
 NORM_EPS = 1e-6
+#: Two ranks do the same fp32 arithmetic as one, but sum partial gradients in another order: some ten
+#: roundings of 6e-8 on sums of up to 112 rows.
+PARITY = 1e-6
+#: fp32 against fp64: dot products of 48 to 64 terms and softmaxes accumulate a few roundings of 6e-8 more.
+AGAINST_FP64 = 2e-6
+Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +51,36 @@ class Case:
     layout: str  # sbhd or thd
     absorbed: bool
     sparse_loss: bool
+    padding: str = "none"  # none or tail: rows after the tokens of each sequence; thd only
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return THD_LENGTHS if self.layout == "thd" else SBHD_LENGTHS
+        """Rows that each sequence takes."""
+        return {"none": THD_LENGTHS, "tail": PADDED_LENGTHS}[self.padding] if self.thd else SBHD_LENGTHS
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Rows of each sequence that are tokens."""
+        return TOKENS if self.padding == "tail" else self.lengths
+
+    @property
+    def thd(self) -> bool:
+        return self.layout == "thd"
 
     def __str__(self) -> str:
         kind = "absorbed" if self.absorbed else "full"
-        return f"{self.layout}-{kind}-{'sparse' if self.sparse_loss else 'dense'}"
+        padded = "" if self.padding == "none" else "-padded"
+        return f"{self.layout}{padded}-{kind}-{'sparse' if self.sparse_loss else 'dense'}"
 
 
 CASES = [
     Case(layout=layout, absorbed=absorbed, sparse_loss=sparse)
     for layout in ("sbhd", "thd")
+    for absorbed in (False, True)
+    for sparse in (False, True)
+]
+PADDED_CASES = [
+    Case(layout="thd", absorbed=absorbed, sparse_loss=sparse, padding="tail")
     for absorbed in (False, True)
     for sparse in (False, True)
 ]
@@ -91,26 +121,38 @@ def make_config(case: Case, **changes: Any) -> MLATransformerConfig:
 
 
 def make_inputs(case: Case) -> dict[str, Tensor]:
-    """Random inputs for the whole batch as rows [sum(lengths), ...] of packed sequences, fp32 on CPU."""
-    generator = torch.Generator().manual_seed(20261130)
+    """Random inputs for the whole batch as rows [sum(lengths), ...] of packed sequences, fp32 on CPU.
+
+    Tokens do not depend on the padding; padding rows hold numbers of their own, and the output's gradient is
+    0 there, as a masked loss makes it.
+    """
+    tokens, padding = torch.Generator().manual_seed(20261130), torch.Generator().manual_seed(1)
+    real = token_rows(case)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        whole = torch.randn(sum(case.lengths), *shape, generator=padding)
+        whole[real] = torch.randn(sum(case.tokens), *shape, generator=tokens)
+        return whole
 
-    rows = sum(case.lengths)
     size = KV_RANK + ROPE if case.absorbed else NOPE + ROPE
     inputs = {
-        "x": draw(rows, HIDDEN),
-        "qr": draw(rows, Q_RANK),
-        "query": draw(rows, HEADS, size),
-        "key": draw(rows, 1 if case.absorbed else HEADS, size),
+        "x": draw(HIDDEN),
+        "qr": draw(Q_RANK),
+        "query": draw(HEADS, size),
+        "key": draw(1 if case.absorbed else HEADS, size),
     }
     if case.absorbed:
-        inputs["up_v"] = draw(HEADS, V_SIZE, KV_RANK) / KV_RANK**0.5
+        inputs["up_v"] = torch.randn(HEADS, V_SIZE, KV_RANK, generator=tokens) / KV_RANK**0.5
     else:
-        inputs["value"] = draw(rows, HEADS, V_SIZE)
-    inputs["out_grad"] = draw(rows, HEADS * V_SIZE)
+        inputs["value"] = draw(HEADS, V_SIZE)
+    inputs["out_grad"] = draw(HEADS * V_SIZE)
+    inputs["out_grad"][~real] = 0
     return inputs
+
+
+def token_rows(case: Case) -> Tensor:
+    """Rows of the batch that are tokens, bool [sum(lengths)]."""
+    return real_rows(case.tokens, case.lengths)
 
 
 def softmax_scale() -> float:
@@ -134,8 +176,27 @@ def indexer_state() -> dict[str, Tensor]:
     }
 
 
-def build(config: MLATransformerConfig, cp: dist.ProcessGroup, tp: dist.ProcessGroup) -> dsa.DSAttention:
-    """Megatron's DSAttention on the given groups, with the parameters of ``indexer_state``."""
+class _Alone:
+    """A process group of one rank, for tests that need no other process."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def single_groups() -> ProcessGroupCollection:
+    """Tensor- and context-parallel groups of one rank without any initialisation."""
+    groups = ProcessGroupCollection()
+    groups.tp = groups.cp = cast("dist.ProcessGroup", _Alone())
+    return groups
+
+
+def build(
+    config: MLATransformerConfig, cp: dist.ProcessGroup, tp: dist.ProcessGroup, *, state: bool = True
+) -> dsa.DSAttention:
+    """Megatron's DSAttention on the given groups, with ``indexer_state`` unless told otherwise."""
     backend = LocalBackend()
     groups = ProcessGroupCollection()
     groups.cp, groups.tp = cp, tp
@@ -159,13 +220,14 @@ def build(config: MLATransformerConfig, cp: dist.ProcessGroup, tp: dist.ProcessG
         cp_comm_type="allgather",
         pg_collection=groups,
     )
-    attention.indexer.load_state_dict(indexer_state())
+    if state:
+        attention.indexer.load_state_dict(indexer_state())
     return attention
 
 
 def _local(case: Case, whole: Tensor, cp: dist.ProcessGroup, device: torch.device) -> Tensor:
     """This rank's rows: [t, ...] for thd, [s, b, ...] for sbhd."""
-    if case.layout == "thd":
+    if case.thd:
         rows = zigzag_rows(case.lengths, cp_size=cp.size(), cp_rank=cp.rank())
         return whole[rows].to(device)
     batch = whole.view(len(case.lengths), case.lengths[0], *whole.shape[1:]).transpose(0, 1)
@@ -176,16 +238,21 @@ def _whole(case: Case, local: Tensor, cp: dist.ProcessGroup) -> Tensor:
     """Undo ``_local``: gather every rank's rows and put them in the order of the batch."""
     parts = [torch.empty_like(local) for _ in range(cp.size())]
     dist.all_gather(parts, local.contiguous(), group=cp)
-    lengths = case.lengths if case.layout == "thd" else case.lengths[:1]
+    lengths = case.lengths if case.thd else case.lengths[:1]
     rows = torch.cat([zigzag_rows(lengths, cp_size=cp.size(), cp_rank=rank) for rank in range(cp.size())])
     ordered = torch.cat(parts).cpu()[rows.argsort()]
-    return ordered if case.layout == "thd" else ordered.transpose(0, 1).flatten(0, 1)
+    return ordered if case.thd else ordered.transpose(0, 1).flatten(0, 1)
 
 
 def run_megatron(
-    case: Case, cp: dist.ProcessGroup, tp: dist.ProcessGroup, device: torch.device, **changes: Any
+    case: Case,
+    cp: dist.ProcessGroup,
+    tp: dist.ProcessGroup,
+    device: torch.device,
+    before_backward: Callable[[MLATransformerConfig, int], None] | None = None,
+    **changes: Any,
 ) -> dict[str, Tensor]:
-    """One forward and backward of DSAttention; every result for the whole batch, on CPU.
+    """One forward and backward of DSAttention; every result for the tokens of the whole batch, on CPU.
 
     Gradients are combined as Megatron's data parallelism does without per-token loss: the indexer loss is a
     mean over a rank's rows, so the indexer's gradients are averaged over the context-parallel ranks.
@@ -200,27 +267,34 @@ def run_megatron(
         up_v = up_v.to(device).requires_grad_()
 
     dsa.DSAIndexerLossLoggingHelper.tracker.clear()
-    thd = case.layout == "thd"
+    packed = packed_params(
+        case.tokens, padded_lengths=case.lengths, cp_size=cp.size(), cp_rank=cp.rank(), device=device
+    )
     output = attention(
         local["query"],
         local["key"],
         local.get("value"),
         attention_mask=None,
-        x=local["x"].unsqueeze(1) if thd else local["x"],
-        qr=local["qr"].unsqueeze(1) if thd else local["qr"],
+        x=local["x"].unsqueeze(1) if case.thd else local["x"],
+        qr=local["qr"].unsqueeze(1) if case.thd else local["qr"],
         attn_mask_type=AttnMaskType.causal,
-        packed_seq_params=packed_params(case.lengths, device=device) if thd else None,
+        packed_seq_params=packed if case.thd else None,
         up_v_weight=up_v,
     )
-    output = output.squeeze(1) if thd else output
+    output = output.squeeze(1) if case.thd else output
+    if before_backward is not None:
+        before_backward(config, cp.size())
     output.backward(out_grad)
 
-    results = {"output": _whole(case, output.detach(), cp)}
+    real = token_rows(case)
+    results = {"output": _whole(case, output.detach(), cp)[real]}
     for name in ("query", "key", "value"):
         if name in local:
             gradient = local[name].grad
             assert gradient is not None, f"no gradient for {name}"
-            results[f"grad {name}"] = _whole(case, gradient, cp)
+            whole = _whole(case, gradient, cp)
+            assert not whole[~real].any(), f"the gradient of {name} reaches padding"
+            results[f"grad {name}"] = whole[real]
     for name in ("x", "qr"):
         assert local[name].grad is None, f"the indexer's gradient flowed back into {name}"
     loss = dsa.DSAIndexerLossLoggingHelper.tracker["values"].clone()
@@ -239,7 +313,10 @@ def run_megatron(
 
 def run_reference(case: Case) -> dict[str, Tensor]:
     """The same problem, sequence by sequence, by the dense fp64 reference."""
-    inputs = {name: whole.double() for name, whole in make_inputs(case).items()}
+    real = token_rows(case)
+    inputs = {
+        name: (whole if name == "up_v" else whole[real]).double() for name, whole in make_inputs(case).items()
+    }
     out_grad = inputs.pop("out_grad")
     for whole in inputs.values():
         whole.requires_grad_()
@@ -252,7 +329,7 @@ def run_reference(case: Case) -> dict[str, Tensor]:
         weights_proj=state["linear_weights_proj.weight"],
     )
     outputs, divergences, start = [], [], 0
-    for length in case.lengths:
+    for length in case.tokens:
         rows = slice(start, start + length)
         start += length
         q, k = inputs["query"][rows], inputs["key"][rows].expand(-1, HEADS, -1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 #: A rank that waits longer than this for another has lost it; the whole suite takes less.
 TIMEOUT = timedelta(seconds=240)
@@ -95,3 +95,9 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     error = (got.double() - wanted.double()).abs().max().item()
     assert scale > 0, "the reference is all zero: nothing was compared"
     return error / scale
+
+
+def worst(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative error among results of the same names, and its name."""
+    assert got.keys() == wanted.keys()
+    return max((relative_error(got[name], wanted[name]), name) for name in wanted)

@@ -5,20 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from dsa_cases import CASES, Case, run_megatron, run_reference
-from megatron_fixtures import groups_of, relative_error, run_ranks
+from dsa_cases import AGAINST_FP64, CASES, PARITY, Case, Results, run_megatron, run_reference
+from megatron_fixtures import groups_of, relative_error, run_ranks, worst
 from mutations import MUTATIONS, Mutation
-from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Two ranks do the same fp32 arithmetic as one, but sum partial gradients in another order: some ten
-#: roundings of 6e-8 on sums of up to 112 rows.
-PARITY = 1e-6
-#: fp32 against fp64: dot products of 48 to 64 terms and softmaxes accumulate a few roundings of 6e-8 more.
-AGAINST_FP64 = 2e-6
+    import torch
+
 #: A defect moves some result by more than a thousand times the tolerance.
 DEFECT = 2e-3
 #: Mutations are tried on one case of each layout; between them they cover both paths and both losses.
@@ -26,12 +21,6 @@ MUTATED = [
     Case(layout="sbhd", absorbed=True, sparse_loss=False),
     Case(layout="thd", absorbed=False, sparse_loss=True),
 ]
-Results = dict[str, Tensor]
-
-
-def _worst(got: Results, wanted: Results) -> tuple[float, str]:
-    assert got.keys() == wanted.keys()
-    return max((relative_error(got[name], wanted[name]), name) for name in wanted)
 
 
 def _measure(rank: int, device: torch.device) -> dict[tuple[str, int | str], Results]:
@@ -60,7 +49,7 @@ def test_two_context_parallel_ranks_equal_one(
     one, two = measured[str(case), 1], measured[str(case), 2]
     for name in one:
         record_property(name, relative_error(two[name], one[name]))
-    error, name = _worst(two, one)
+    error, name = worst(two, one)
     assert error <= PARITY, f"{name}: relative error {error:.2e}"
 
 
@@ -71,7 +60,7 @@ def test_one_rank_equals_the_dense_fp64_reference(
     got, wanted = measured[str(case), 1], run_reference(case)
     for name in wanted:
         record_property(name, relative_error(got[name], wanted[name]))
-    error, name = _worst(got, wanted)
+    error, name = worst(got, wanted)
     assert error <= AGAINST_FP64, f"{name}: relative error {error:.2e}"
 
 
@@ -83,7 +72,7 @@ def test_a_defect_is_noticed_where_it_acts_and_only_there(
     measured: dict[tuple[str, int | str], Results],
     record_property: Callable[[str, Any], None],
 ) -> None:
-    error, name = _worst(measured[str(case), mutation.name], run_reference(case))
+    error, name = worst(measured[str(case), mutation.name], run_reference(case))
     record_property(f"worst: {name}", error)
     if case.layout in mutation.layouts:
         assert error > DEFECT, f"not noticed: worst is {name} with {error:.2e}"

@@ -59,20 +59,53 @@ def cumulative(lengths: Sequence[int], device: torch.device | str = "cpu") -> Te
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def packed_params(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedSeqParams:
-    """Packed-sequence parameters (thd) for sequences that carry no padding.
+def real_rows(lengths: Sequence[int], padded_lengths: Sequence[int]) -> Tensor:
+    """Which rows of a padded packed batch are tokens: bool [sum(padded_lengths)], False for padding.
+
+    Raises:
+        ValueError: the two do not describe the same sequences, or one is longer than its padded length.
+    """
+    if len(lengths) != len(padded_lengths) or any(
+        length > room for length, room in zip(lengths, padded_lengths, strict=True)
+    ):
+        raise ValueError(f"lengths {list(lengths)} do not fit the padded lengths {list(padded_lengths)}")
+    return torch.cat(
+        [torch.arange(room) < length for length, room in zip(lengths, padded_lengths, strict=True)]
+    )
+
+
+def packed_params(
+    lengths: Sequence[int],
+    *,
+    padded_lengths: Sequence[int] | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    device: torch.device | str = "cpu",
+) -> PackedSeqParams:
+    """Packed-sequence parameters (thd) of one context-parallel rank.
+
+    Padding stands at the end of each sequence.  It takes part in attention, where being last it disturbs no
+    token, but not in the indexer's loss.
 
     Args:
-        lengths: length of each sequence of the whole batch, before context parallelism cuts it.
-        device: where ``cu_seqlens`` shall live.
+        lengths: number of tokens of each sequence of the whole batch.
+        padded_lengths: rows each sequence takes, multiples of ``2 * cp_size``; default: no padding.
+        cp_size: number of context-parallel ranks.
+        cp_rank: the rank that the parameters are for.
+        device: where the tensors shall live.
     """
-    cu_seqlens = cumulative(lengths, device)
+    padded = lengths if padded_lengths is None else padded_lengths
+    mask = None
+    if list(lengths) != list(padded):
+        rows = zigzag_rows(padded, cp_size=cp_size, cp_rank=cp_rank)
+        mask = real_rows(lengths, padded)[rows].to(device)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens,
-        cu_seqlens_kv_padded=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        cu_seqlens_q=cumulative(lengths, device),
+        cu_seqlens_kv=cumulative(lengths, device),
+        cu_seqlens_q_padded=cumulative(padded, device),
+        cu_seqlens_kv_padded=cumulative(padded, device),
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
+        real_token_mask_q=mask,
     )
