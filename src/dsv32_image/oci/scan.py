@@ -64,8 +64,15 @@ class ScannedLayer:
         return sha256 in self._contents
 
     def read(self, sha256: bytes, size: int) -> Iterator[bytes]:
-        """The content with this raw digest and size, in blocks of at most 1 MiB."""
-        return _read_content(self._file.fileno(), self._contents[sha256], size)
+        """The content with this raw digest and size, in blocks of at most 1 MiB.
+
+        Raises:
+            ImageLayoutError: The file has become shorter since it was scanned.
+        """
+        try:
+            yield from _read_content(self._file.fileno(), self._contents[sha256], size)
+        except ValueError as error:
+            raise ImageLayoutError("an engine's layer changed while it was read", "run it again") from error
 
 
 def scan_layer(
