@@ -1,0 +1,456 @@
+#!/usr/bin/env python3
+"""Time the DSA operations on this GPU: ours, the best public kernels, stock megatron-core 0.19.2, and the floor.
+
+    PYTHONPATH=src python scripts/bench_dsa.py --out docs/reports/<date>-h200
+
+Medians of CUDA-event times after warm-up, all peers in one run on the same random inputs; what is compared are ratios.
+Public: FlashMLA forward (sgl-flash-mla, use_legacy, heads padded beforehand) and the cuDNN frontend's DSA kernels, put
+together as they come. Stock: megatron-core's tilelang backend; left out where tilelang is not importable. Floor: useful
+FLOPs over the measured matrix rate. Writes bench.json, bench.md and bench.png (with matplotlib) under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv32.dsa import attention, gpu, loss, plan, selection
+from dsv32.dsa.settings import Settings
+
+SCALE, TOPK, BF16 = 192**-0.5, 2048, torch.bfloat16
+SETTINGS = Settings(strict=True)
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One line of the table; times in ms, memory in GiB."""
+
+    operation: str
+    shape: str
+    ours: float | None = None
+    public: float | None = None
+    stock: float | None = None
+    floor: float | None = None
+    deterministic: float | None = None
+    peak: float | None = None
+    note: str = ""
+
+    def line(self) -> str:
+        def num(x: float | None) -> str:
+            return "" if x is None else f"{x:.2f}"
+
+        def ratio(x: float | None) -> str:
+            return "" if x is None or not self.ours else f"{x / self.ours:.2f}x"
+
+        cells = [self.operation, self.shape, num(self.ours), num(self.deterministic), num(self.public), num(self.stock),
+                 num(self.floor), ratio(self.public), ratio(self.stock), num(self.peak), self.note]  # fmt: skip
+        return "| " + " | ".join(cells) + " |"
+
+
+HEAD = (
+    "| operation | shape | ours ms | ours deterministic ms | public ms | stock ms | floor ms | public / ours | stock / ours "
+    "| ours peak GiB | note |\n|" + "---|" * 11
+)
+
+
+@dataclass
+class Bench:
+    """Collects rows; a failing peer leaves an empty cell and its error in the log."""
+
+    repeats: int = 7
+    rate: float = 0.0
+    copy: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+    def time(self, what: str, run: Callable[[], Any], repeats: int | None = None) -> float | None:
+        try:
+            for _ in range(2):
+                run()
+            torch.cuda.synchronize()
+            times = []
+            for _ in range(repeats or self.repeats):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                run()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(end))
+            return sorted(times)[len(times) // 2]
+        except Exception as exc:  # a peer that cannot run is a result, not the end of the run
+            print(f"-- {what}: {exc!r}"[:400], flush=True)
+            traceback.print_exc(limit=3)
+            return None
+        finally:
+            torch.cuda.empty_cache()
+
+    def peak(self, run: Callable[[], Any]) -> float:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+    def floor(self, flops: float) -> float | None:
+        return flops / self.rate / 1e9 if self.rate else None
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(row.line(), flush=True)
+
+
+@dataclass(kw_only=True)
+class Case:
+    """Random inputs of one layer; indices come from the indexer's own selection."""
+
+    heads: int
+    sq: int
+    sk: int
+
+    def __post_init__(self) -> None:
+        def rand(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, device="cuda") * scale).to(BF16)
+
+        sq, sk, heads = self.sq, self.sk, self.heads
+        self.bounds = plan.causal_bounds(sq, sk, torch.device("cuda"))
+        self.q, self.kv, self.dout = rand(sq, heads, 576, scale=0.3), rand(sk, 576, scale=0.3), rand(sq, heads, 512)
+        self.iq, self.ik, self.iw = rand(sq, 64, 128), rand(sk, 128), rand(sq, 64, scale=0.01)
+        self.indices, self.picked = selection.select(self.iq, self.ik, self.iw, self.bounds, TOPK, SETTINGS)
+        self.out, self.lse = gpu.forward(self.q, self.kv, self.indices, SCALE)
+
+    @property
+    def shape(self) -> str:
+        return f"H={self.heads} {self.sq}x{self.sk}"
+
+    @property
+    def chosen(self) -> int:
+        """Chosen (row, key) pairs."""
+        return int((self.indices >= 0).sum())
+
+    @property
+    def visible(self) -> int:
+        """Visible (row, key) pairs."""
+        return int(self.bounds.lengths().sum(dtype=torch.int64))
+
+    def inputs(self) -> loss.LossInputs:
+        return loss.LossInputs(query=self.q, kv=self.kv, scale=SCALE, bounds=self.bounds, lse=self.lse,
+                               indices=self.indices, picked=self.picked)  # fmt: skip
+
+    def loss(self, sparse: bool, settings: Settings) -> Any:
+        run = loss.sparse_loss if sparse else loss.dense_loss
+        return run(self.iq, self.ik, self.iw, self.inputs(), torch.ones((), device="cuda"), settings, True)
+
+    def layer(self, settings: Settings) -> None:
+        """Ours: selection, attention, sparse loss, all gradients."""
+        q, kv = self.q.detach().requires_grad_(), self.kv.detach().requires_grad_()
+        leaves = [t.detach().requires_grad_() for t in (self.iq, self.ik, self.iw)]
+        indices, picked = selection.select(*leaves, self.bounds, TOPK, settings)
+        out, lse = attention.SparseAttention.apply(q, kv, indices, SCALE, 512, settings, self.bounds)
+        inputs = loss.LossInputs(query=self.q, kv=self.kv, scale=SCALE, bounds=self.bounds, lse=lse, indices=indices, picked=picked)
+        kl = loss.IndexerLoss.apply(*leaves, inputs, torch.full((), 1 / self.sq, device="cuda"), True, settings)
+        torch.autograd.backward([out, kl], [self.dout, torch.ones_like(kl)])
+
+
+DETERMINISTIC = Settings(strict=True, deterministic=True)
+
+
+class Public:
+    """The best public kernels, composed as they come."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.dsa, self.flash = gpu.cudnn_dsa(), gpu.flash_mla()
+        full = 64 if case.heads <= 64 else 128
+        self.padded = gpu.pad_heads(case.q, full)
+        self.length = (case.indices >= 0).sum(-1, dtype=torch.int32)
+        self.sink = torch.full((case.heads,), float("-inf"), device="cuda")
+        self.offset = case.sk - case.sq
+        self.rows = max(1, min(case.sq, (1 << 31) // (4 * case.sk)))
+
+    def topk(self) -> Tensor:
+        c = self.case
+        out = torch.empty(c.sq, TOPK, device="cuda", dtype=torch.int32)
+        for lo in range(0, c.sq, self.rows):
+            hi = min(lo + self.rows, c.sq)
+            scores = gpu.causal_scores(c.iq[lo:hi], c.ik, c.iw[lo:hi], self.offset + lo)
+            length = (torch.arange(lo, hi, device="cuda") + self.offset + 1).int()
+            got = self.dsa.indexer_top_k_wrapper(scores, length, TOPK, next_n=1, return_val=False, tie_break=1)
+            out[lo:hi] = got["indices"]
+        return out
+
+    def forward(self) -> Any:
+        c = self.case
+        return self.flash.flash_mla_sparse_fwd(self.padded, c.kv[:, None], c.indices[:, None], SCALE, use_legacy=True)
+
+    def backward(self) -> Any:
+        c = self.case
+        return self.dsa.sparse_attention_backward_wrapper(
+            c.q, c.kv, c.out, c.dout, c.lse, self.sink, c.indices, softmax_scale=SCALE, topk_length=self.length
+        )
+
+    def loss(self) -> Any:
+        c = self.case
+        idx = c.indices[None]
+        target = self.dsa.sparse_attn_score_recompute_wrapper(
+            c.q[None], c.kv[None], c.lse[None], idx, softmax_scale=SCALE, qhead_per_kv_head=c.heads
+        )["target"]
+        predict = self.dsa.sparse_indexer_score_recompute_wrapper(c.iq[None], c.ik[None], c.iw[None], idx, qhead_per_kv_head=64)
+        one = torch.ones(1, device="cuda")
+        return self.dsa.indexer_backward_wrapper(c.iq[None], c.iw[None], c.ik[None], target, predict["predict"], idx, one)
+
+
+class Stock:
+    """megatron-core 0.19.2's tilelang backend."""
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
+        from megatron.core.transformer.experimental_attention_variant.ops.sparse_mla import SparseMLA
+
+        if SparseMLA is None:
+            raise RuntimeError("megatron-core could not import its tilelang kernels")
+        self.case, self.ops, self.mla = case, tilelang_dsa, SparseMLA
+        self.q = case.q[None].clone().requires_grad_()
+        self.kv = case.kv[None, :, None].clone().requires_grad_()
+        self.idx = case.indices[None, :, None].contiguous()
+        group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        self.groups = SimpleNamespace(tp=group, cp=group)
+        self.leaves = [t[:, None].clone().requires_grad_() for t in (case.iq, case.ik, case.iw)]
+
+    def forward(self) -> Any:
+        with torch.no_grad():
+            return self.mla.apply(self.q, self.kv, self.idx, SCALE)
+
+    def both(self) -> None:
+        self.q.grad = self.kv.grad = None
+        out, _ = self.mla.apply(self.q, self.kv, self.idx, SCALE)
+        out.backward(self.case.dout[None])
+
+    def topk(self) -> Any:
+        q, k, w = (t.detach() for t in self.leaves)
+        return self.ops.run_fused_qk_topk(q, k, w, TOPK, self.case.bounds.starts, self.case.bounds.ends, 8192)
+
+    def topk_loss(self) -> None:
+        c = self.case
+        q, k, w = self.leaves
+        for t in self.leaves:
+            t.grad = None
+        got = self.ops.run_fused_qk_topk_with_loss(
+            q=q, k=k, weights=w, index_topk=TOPK, starts=c.bounds.starts, ends=c.bounds.ends, block_size=8192,
+            query=c.q[:, None], key=c.kv[:, None, None], softmax_scale=SCALE, loss_coeff=1.0, pg_collection=self.groups,
+        )  # fmt: skip
+        got[1].backward()
+
+    def layer(self) -> None:
+        self.topk_loss()
+        self.both()
+
+
+def attention_rows(b: Bench, case: Case, stock: Stock | None) -> None:
+    public = Public(case)
+    with torch.no_grad():
+        b.add(Row(
+            operation="attention forward", shape=case.shape,
+            ours=b.time("ours", lambda: gpu.forward(case.q, case.kv, case.indices, SCALE)),
+            public=b.time("public", public.forward), stock=b.time("stock", stock.forward) if stock else None,
+            floor=b.floor(2 * case.chosen * case.heads * 1088),
+        ))  # fmt: skip
+
+    def ours(settings: Settings, way: str | None = None) -> Any:
+        return attention.attention_backward(
+            case.q, case.kv, case.indices, case.out, case.lse, case.dout, SCALE, settings, case.bounds, way=way
+        )
+
+    whole = b.time("stock", stock.both, 5) if stock else None
+    fwd = b.time("stock", stock.forward, 5) if stock else None
+    b.add(Row(
+        operation="attention backward", shape=case.shape, ours=b.time("ours", lambda: ours(SETTINGS)),
+        deterministic=b.time("tiles", lambda: ours(DETERMINISTIC)), public=b.time("public", public.backward),
+        stock=whole - fwd if whole and fwd else None, floor=b.floor(2 * case.chosen * case.heads * (3 * 576 + 2 * 512)),
+        peak=b.peak(lambda: ours(SETTINGS)), note=attention.choose_backward(case.q, case.kv, case.indices, SETTINGS),
+    ))  # fmt: skip
+
+
+def indexer_rows(b: Bench, case: Case, stock: Stock | None) -> None:
+    public = Public(case)
+
+    def ours() -> Any:
+        return selection.select(case.iq, case.ik, case.iw, case.bounds, TOPK, SETTINGS)
+
+    b.add(Row(
+        operation="indexer scores + top-k", shape=f"{case.sq}x{case.sk}", ours=b.time("ours", ours, 5),
+        public=b.time("public", public.topk, 5), stock=b.time("stock", stock.topk, 3) if stock else None,
+        floor=b.floor(2 * case.visible * 64 * 128), peak=b.peak(ours),
+    ))  # fmt: skip
+
+
+def sparse_loss_rows(b: Bench, case: Case, stock: Stock | None) -> None:
+    public = Public(case)
+
+    def ours(settings: Settings = SETTINGS) -> None:
+        selection.select(case.iq, case.ik, case.iw, case.bounds, TOPK, settings)
+        case.loss(True, settings)
+
+    flops = 2 * case.visible * 64 * 128 + 2 * case.chosen * (case.heads * 576 + 3 * 64 * 128)
+    b.add(Row(
+        operation="indexer + top-k + sparse KL, forward + backward", shape=case.shape, ours=b.time("ours", ours, 5),
+        deterministic=b.time("deterministic", lambda: ours(DETERMINISTIC), 3),
+        public=b.time("public", lambda: (public.topk(), public.loss()), 5),
+        stock=b.time("stock", stock.topk_loss, 3) if stock else None, floor=b.floor(flops), peak=b.peak(ours),
+    ))  # fmt: skip
+
+
+def dense_loss_rows(b: Bench, case: Case, reference: bool) -> None:
+    flops = 2 * case.visible * (2 * case.heads * 576 + 4 * 64 * 128)
+    stock = None
+    if reference:
+        stock = b.time("stock reference", stock_dense(case), 1)
+    b.add(Row(
+        operation="dense KL, forward + backward", shape=case.shape, ours=b.time("ours", lambda: case.loss(False, SETTINGS), 3),
+        stock=stock, floor=b.floor(flops), peak=b.peak(lambda: case.loss(False, SETTINGS)),
+    ))  # fmt: skip
+
+
+def stock_dense(case: Case) -> Callable[[], None]:
+    """megatron-core's reference loss, the only one it has for the dense warm-up outside its cuDNN backend."""
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(tp=group, cp=group)
+    q, k, w = (t[:, None].clone().requires_grad_() for t in (case.iq, case.ik, case.iw))
+    key = case.kv[:, None, None].expand(-1, -1, case.heads, -1)
+    column = torch.arange(case.sk, device="cuda")[None]
+    mask = torch.zeros(case.sq, case.sk, device="cuda").masked_fill(column >= case.bounds.ends[:, None], float("-inf"))
+
+    def run() -> None:
+        q.grad = k.grad = w.grad = None
+        _, kl = dsa.FusedDSAIndexerLoss.apply(q, w, k, case.q[:, None], key, SCALE, TOPK, 1.0, mask, False, groups)
+        kl.backward()
+
+    return run
+
+
+def layer_rows(b: Bench, case: Case, stock: Stock | None) -> None:
+    public = Public(case)
+    flops = 2 * case.visible * 64 * 128 + 2 * case.chosen * (case.heads * (576 + 1088 + 3 * 576 + 2 * 512) + 3 * 64 * 128)
+    b.add(Row(
+        operation="whole layer, forward + backward", shape=case.shape, ours=b.time("ours", lambda: case.layer(SETTINGS), 5),
+        deterministic=b.time("deterministic", lambda: case.layer(DETERMINISTIC), 3),
+        public=b.time("public", lambda: (public.topk(), public.forward(), public.backward(), public.loss()), 5),
+        stock=b.time("stock", stock.layer, 3) if stock else None, floor=b.floor(flops), peak=b.peak(lambda: case.layer(SETTINGS)),
+    ))  # fmt: skip
+
+
+def ceilings(b: Bench) -> None:
+    x, y = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+    ms = b.time("product", lambda: x @ y)
+    b.rate = 2 * 8192**3 / ms / 1e9 if ms else 0.0
+    src = torch.empty(1 << 31, device="cuda", dtype=torch.uint8)
+    dst = torch.empty_like(src)
+    ms = b.time("copy", lambda: dst.copy_(src))
+    b.copy = 2 * 2**31 / ms / 1e9 if ms else 0.0
+    print(f"bf16 8192^3 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s", flush=True)
+
+
+def environment() -> dict[str, str]:
+    """Date, card, driver and versions."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    card = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    info = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"), "card, driver": card,
+            "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
+    for name in ("triton", "sgl-flash-mla", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "tilelang", "megatron-core"):
+        try:
+            info[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            info[name] = "absent"
+    return info
+
+
+def write(out: Path, b: Bench, info: dict[str, str]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    data = {"environment": info, "matrix rate TFLOP/s": b.rate, "copy TB/s": b.copy, "rows": [asdict(r) for r in b.rows]}
+    (out / "bench.json").write_text(json.dumps(data, indent=1) + "\n")
+    lines = ["# DSA operations on one GPU", ""] + [f"* {k}: {v}" for k, v in info.items()]
+    lines += [f"* ceilings in this run: bf16 8192x8192x8192 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s",
+              f"* command: `{' '.join(['python', *sys.argv])}`", "",
+              "Medians of CUDA-event times. Peak memory is what a call allocates above its inputs. An empty cell was not "
+              "measured.", "", HEAD, *(r.line() for r in b.rows), ""]  # fmt: skip
+    (out / "bench.md").write_text("\n".join(lines))
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    rows = [r for r in b.rows if r.ours]
+    figure, axes = pyplot.subplots(figsize=(11, 0.6 * len(rows) + 1.5))
+    for k, (name, colour) in enumerate((("stock", "#bbbbbb"), ("public", "#7799cc"), ("ours", "#dd7733"), ("floor", "#55aa66"))):
+        values = [getattr(r, name) or 0 for r in rows]
+        axes.barh([i + (k - 1.5) * 0.2 for i in range(len(rows))], values, 0.2, label=name, color=colour)
+    axes.set_yticks(range(len(rows)), [f"{r.operation}\n{r.shape}" for r in rows], fontsize=7)
+    axes.set_xscale("log")
+    axes.set_xlabel("ms (log scale, shorter is better)")
+    axes.set_title(f"{info['card, driver']}, {info['date']}", fontsize=9)
+    axes.invert_yaxis()
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "bench.png", dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/reports/dsa"))
+    parser.add_argument("--sections", default="attention,indexer,sparse,dense,layer", help="comma-separated")
+    parser.add_argument("--cases", default="16:8192:8192,16:4096:8192,64:4096:8192,128:4096:8192,16:8192:65536",
+                        help="heads:queries:keys, comma-separated")  # fmt: skip
+    parser.add_argument("--no-stock", action="store_true", help="leave megatron-core's own kernels out")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    b = Bench()
+    info = environment()
+    print(info, flush=True)
+    ceilings(b)
+    print(HEAD, flush=True)
+    sections = set(args.sections.split(","))
+    for text in args.cases.split(","):
+        heads, sq, sk = map(int, text.split(":"))
+        case = Case(heads=heads, sq=sq, sk=sk)
+        stock = None
+        if not args.no_stock:
+            try:
+                stock = Stock(case)
+            except Exception as exc:
+                print(f"-- stock is left out: {exc!r}"[:300], flush=True)
+        try:
+            if "attention" in sections:
+                attention_rows(b, case, stock)
+            if "indexer" in sections and heads == 16 and sq == 8192:
+                indexer_rows(b, case, stock)
+            if "sparse" in sections and sq == 8192:
+                sparse_loss_rows(b, case, stock)
+            if "dense" in sections and heads == 16 and sk == 8192:
+                dense_loss_rows(b, case, reference=stock is not None and sq <= 4096)
+            if "layer" in sections:
+                layer_rows(b, case, stock)
+        finally:
+            del case, stock
+            torch.cuda.empty_cache()
+            write(args.out, b, info)
+
+
+if __name__ == "__main__":
+    main()
