@@ -7,9 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dsa_cases import AGAINST_FP64, CASES, PADDED_CASES, PARITY, Case, Results, run_megatron, run_reference
+from dsa_cases import (
+    AGAINST_FP64,
+    CASES,
+    PADDED_CASES,
+    PARITY,
+    Case,
+    Results,
+    make_config,
+    run_megatron,
+    run_reference,
+)
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.core.transformer.spec_utils import build_module
 from megatron_fixtures import groups_of, relative_error, run_ranks, worst
+
+from dsv32 import cpu
+from dsv32.mcore.layer_spec import mtp_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,3 +109,50 @@ def test_unequal_real_rows_on_two_ranks_give_the_mean_over_rows(
     case: Case, padded: dict[tuple[str, int], Results], record_property: Callable[[str, Any], None]
 ) -> None:
     _check(case, padded[str(case), 2], record_property)
+
+
+class _Board:
+    """Stands for a TensorBoard writer."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: torch.Tensor, iteration: int) -> None:
+        self.scalars[name] = float(value)
+
+
+def _pipeline_log(rank: int, device: torch.device) -> tuple[list[float], float]:
+    """Two pipeline stages and three slots: layers 1 and 2 log on the first stage, none on the second."""
+    if device.type == "cpu":
+        cpu.install()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    helper, board = dsa.DSAIndexerLossLoggingHelper, _Board()
+    if rank == 0:
+        for layer, loss in ((1, 0.25), (2, 0.75), (1, 0.25), (2, 0.75)):  # two microbatches
+            helper.save_loss_to_tracker(torch.tensor(loss, device=device), layer, num_layers=3)
+    helper.reduce_loss_in_tracker(num_layers=3)
+    values = helper.tracker["values"].tolist()
+    helper.clean_loss_in_tracker()
+    if rank == 0:
+        helper.save_loss_to_tracker(torch.tensor(0.25, device=device), 1, num_layers=3)
+        helper.save_loss_to_tracker(torch.tensor(0.75, device=device), 2, num_layers=3)
+    helper.track_indexer_metrics(1.0, 1, board, num_layers=3)
+    return values, board.scalars["indexer loss"]
+
+
+def _mtp_slot(rank: int, device: torch.device) -> list[int]:
+    """The slot of the DSA layer inside a multi-token prediction layer behind three decoder layers."""
+    if device.type == "cpu":
+        cpu.install()
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = make_config(CASES[0], num_layers=3, mtp_num_layers=1, cp_comm_type="allgather")
+    (spec,) = mtp_spec(config=config).layer_specs
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = build_module(spec, config=config, layer_number=1, pg_collection=groups)
+    return [module.loss_slot for module in layer.modules() if isinstance(module, dsa.DSAttention)]
+
+
+def test_logged_loss_has_a_slot_for_mtp_and_spans_the_pipeline() -> None:
+    assert run_ranks(2, _pipeline_log) == [([0.5, 1.5, 0.0], 0.5)] * 2
+    assert run_ranks(1, _mtp_slot) == [[4]]
