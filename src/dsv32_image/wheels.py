@@ -133,7 +133,7 @@ def patch_wheel(source: Path, series_dir: Path, out_dir: Path, *, epoch: int) ->
         with disk_full_is_clear(out_dir):
             out_dir.mkdir(parents=True, exist_ok=True)
             with temporary_file(path) as temporary:
-                _pack(relabelled, temporary, epoch)
+                pack_wheel(relabelled, temporary, epoch)
                 temporary.chmod(0o644)
                 sha256, size = sha256_file(temporary), temporary.stat().st_size
                 temporary.replace(path)
@@ -296,19 +296,24 @@ def _relabel(
         re.sub(rb"(?mi)^version:[^\r\n]*", b"Version: " + local.encode(), metadata, count=1)
     )
     renamed[f"{folder}/{MARKER}"] = FileState((json.dumps(marker, indent=1) + "\n").encode())
+    return with_record(renamed, folder)
+
+
+def with_record(files: Mapping[str, FileState], dist_info: str) -> dict[str, FileState]:
+    """The same files with the RECORD of them all in the folder `dist_info`."""
     record = io.StringIO(newline="")
     writer = csv.writer(record, lineterminator="\n")
-    for name in sorted([*renamed, f"{folder}/RECORD"]):
-        if name in renamed:
-            digest = base64.urlsafe_b64encode(hashlib.sha256(renamed[name].data).digest()).rstrip(b"=")
-            writer.writerow((name, f"sha256={digest.decode()}", len(renamed[name].data)))
-        else:
+    name_of_record = f"{dist_info}/RECORD"
+    for name in sorted({*files, name_of_record}):
+        if name == name_of_record:
             writer.writerow((name, "", ""))
-    renamed[f"{folder}/RECORD"] = FileState(record.getvalue().encode())
-    return renamed
+        else:
+            digest = base64.urlsafe_b64encode(hashlib.sha256(files[name].data).digest()).rstrip(b"=")
+            writer.writerow((name, f"sha256={digest.decode()}", len(files[name].data)))
+    return {**files, name_of_record: FileState(record.getvalue().encode())}
 
 
-def _pack(files: Mapping[str, FileState], path: Path, epoch: int) -> None:
+def pack_wheel(files: Mapping[str, FileState], path: Path, epoch: int) -> None:
     """Write the archive: sorted, dated, stored. Deflate would tie the bytes to one zlib and its version."""
     date = time.gmtime(max(epoch, _ZIP_EPOCH))[:6]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:

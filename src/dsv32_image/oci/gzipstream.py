@@ -33,8 +33,8 @@ CHUNK = 1 << 20  # bytes; 4 MiB would save 0.14% and make the last chunk of a la
 # A trixie root filesystem with torch, numpy and scipy, 1,314 MB as tar; processor seconds of the workers:
 #   level 1: 453.8 MB in 8.8 s    level 4: 428.1 MB in 13.0 s
 #   level 5: 419.3 MB in 16.8 s   level 6: 416.1 MB in 19.0 s
-# and from 7 on, on a twentieth of it, at most 0.9% smaller than 6 for 1.3 to 9 times the time. Past 4 a saved MB
-# costs 0.5 s, more than sending it over a line of 20 Mbit/s takes; below 4 it costs 0.16 s.
+# and from 7 on, on a twentieth of it, at most 0.9% smaller than 6 for 1.3 to 9 times the time. Past 4 a saved
+# MB costs 0.5 s, more than sending it over a line of 20 Mbit/s takes; below 4 it costs 0.16 s.
 LEVEL = 4
 _LENGTH = struct.Struct("<I")
 

@@ -139,10 +139,12 @@ class Tree(Mapping[bytes, Entry]):
     def apply(self, change: LayerChange) -> Tree:
         """The state after `change`, whatever dialect it is written in and in whatever order it was listed.
 
-        A path that is listed but equal to the state below counts as untouched and keeps its hard-link group:
-        overlay lists copied-up files that vfs does not, and copying up breaks links that vfs keeps. For the
-        same reason a new name for an untouched lower file becomes a file of its own. A container sees the
-        same content either way, and the layer is not larger: with the link it would hold the file too.
+        A path that is listed but equal to the state below counts as untouched. Hard links are where the
+        engines' own file systems differ: overlay breaks them when it copies a file up and vfs does not, and
+        vfs does not tell that a new name is one of an untouched file. So two paths that were files below are
+        linked if they were then and are still equal (a `chown -R` breaks nothing), and a new name for an
+        untouched file is a file of its own (with the link the layer would hold the content as well). Out of
+        reach remains a change through one of several names: there the content itself differs.
 
         Raises:
             ImageLayoutError: A hard link to nothing, or a path below something that is not a folder.
@@ -237,22 +239,51 @@ def _is_folder(tree: Mapping[bytes, Entry], path: bytes) -> bool:
 
 
 def _with_links(change: LayerChange, old: Mapping[bytes, Entry]) -> dict[bytes, Entry]:
-    """All kept paths of the layer, hard links resolved and marked with the name of their group."""
+    """All kept paths of the layer, hard links resolved and each marked with a temporary name of its group."""
     owners = {path: _owner(path, change.links) for path in change.links}
-    linked = set(owners.values())
     listed: dict[bytes, Entry] = {}
     for path in [*change.entries, *owners]:
-        if is_dropped(path):
-            continue  # only now: a kept path may be a link to a dropped one, a cache in /tmp for example
         owner = owners.get(path, path)
         entry = change.entries.get(owner) or old.get(owner)
         if entry is None or (path in owners and entry.kind == "dir"):
             raise ImageLayoutError(f"/{show(path)}: hard link to /{show(owner)}, which is not a file")
-        # The NUL keeps the group apart from those of the state below. Links between symbolic links, devices
-        # and fifos save nothing and not all engines keep them, so those stand alone.
-        grouped = entry.kind == "file" and owner in linked
-        listed[path] = replace(entry, link=b"\0" + owner if grouped else b"")
-    return listed
+        listed[path] = _alone(entry)
+    groups: dict[bytes, list[bytes]] = {owner: [owner] for owner in owners.values()}
+    for path, owner in owners.items():
+        groups[owner].append(path)
+    fresh = {owner: _key_of_new_names(owner, paths, listed, old) for owner, paths in groups.items()}
+    names: dict[_Key, bytes] = {}
+    for path, entry in listed.items():
+        key = _key_below(path, entry, old) or fresh.get(owners.get(path, path))
+        # Links between symbolic links, devices and fifos save nothing and not all engines keep them.
+        if key is not None and entry.kind == "file":
+            # The NUL keeps the group apart from those of the state below.
+            listed[path] = replace(entry, link=names.setdefault(key, b"\0%d" % len(names)))
+    # Dropped only now: a kept path may be a link to a dropped one, to a cache in /tmp for example.
+    return {path: entry for path, entry in listed.items() if not is_dropped(path)}
+
+
+_Key = tuple[str, bytes, Entry | None]
+
+
+def _key_below(path: bytes, entry: Entry, old: Mapping[bytes, Entry]) -> _Key | None:
+    """Group of a path that was a file below: its mates of then that are still equal to it."""
+    before = old.get(path)
+    return ("below", before.link or path, entry) if before is not None and before.kind == "file" else None
+
+
+def _key_of_new_names(
+    owner: bytes, paths: Iterable[bytes], listed: Mapping[bytes, Entry], old: Mapping[bytes, Entry]
+) -> _Key:
+    """Group of the new names among the linked `paths`.
+
+    With a file that was below and has changed; else, if all of those are untouched, apart from them.
+    """
+    below = sorted(p for p in paths if p in old and old[p].kind == "file")
+    for path in below:
+        if path in listed and not _same(old[path], listed[path]):
+            return _key_below(path, listed[path], old) or ("own", owner, None)
+    return ("beside", old[below[0]].link or below[0], None) if below else ("own", owner, None)
 
 
 def _owner(path: bytes, links: Mapping[bytes, bytes]) -> bytes:

@@ -1,0 +1,67 @@
+"""What every smoke test shares: the report, and where the image's own files are."""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import pytest
+
+_REPORT = pytest.StashKey[list]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--smoke-report", default=None, help="write what ran, with measured errors, as JSON")
+
+
+def pytest_configure(config):
+    config.stash[_REPORT] = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        reason = ""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+        elif report.failed:
+            reason = str(call.excinfo.value).splitlines()[0][:200] if call.excinfo else "failed"
+        item.config.stash[_REPORT].append(
+            {
+                "name": report.nodeid.split("/")[-1],
+                "outcome": report.outcome,
+                "seconds": round(report.duration, 3),
+                "measured": dict(report.user_properties),
+                "reason": reason,
+            }
+        )
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--smoke-report")
+    if path:
+        report = {"where": where(), "time": int(time.time()), "tests": session.config.stash[_REPORT]}
+        Path(path).write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def where():
+    """One line on where the suite runs."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    inside = "image" if SHARE.exists() else "no container"
+    return f"{inside}, Python {platform.python_version()}, torch {torch.__version__}, {device}, uid {os.getuid()}"
+
+
+SHARE = Path("/opt/dsv32/share")
+
+
+@pytest.fixture(scope="session")
+def image_share():
+    """The image's own folder; tests of what the image says of itself make sense only there."""
+    if not (SHARE / "build.json").exists():
+        pytest.skip("not inside the image: /opt/dsv32/share/build.json is missing")
+    return SHARE

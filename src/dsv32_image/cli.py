@@ -1,0 +1,207 @@
+"""The command line behind the nox sessions: `python -m dsv32_image STEP`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsv32_image import build as build_step
+from dsv32_image import engine as engines
+from dsv32_image import lock as lock_step
+from dsv32_image.config import Config, load_config
+from dsv32_image.errors import ImageError, UsageError
+from dsv32_image.fetch_step import bring
+from dsv32_image.files import disk_full_is_clear
+from dsv32_image.layers import LayerCache
+from dsv32_image.lockfile import read_lock, stale_rows
+from dsv32_image.smoke_step import run_smoke
+from dsv32_image.store import Store, cache_home
+from dsv32_image.ui import Ui
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dsv32_image.store import Locked
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reproducible container build for training DeepSeek-V3.2 on Megatron-Core.",
+)
+
+VariantOption = Annotated[
+    str | None, typer.Option("--variant", help="cpu or cu130; default: cu130 where an NVIDIA driver answers, else cpu")
+]
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", help="docker, podman or buildah; default: the first that answers")
+]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Take every file from the store, or fail.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="More lines, and a traceback with an error.")]
+
+
+def project_root() -> Path:
+    """The folder with pyproject.toml: $DSV32_ROOT (set by nox), else the current one."""
+    return Path(os.environ.get("DSV32_ROOT", ".")).resolve()
+
+
+@app.command()
+def lock(
+    upgrade: Annotated[
+        list[str] | None, typer.Argument(help="With --upgrade: only these packages move.", metavar="[NAME]...")
+    ] = None,
+    *,
+    upgrade_all: Annotated[
+        bool, typer.Option("--upgrade", help="Let versions move: all of them, or the NAMEs given.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say whether versions.lock is stale; exit code 1 if so.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Resolve pyproject.toml to versions.lock: every deb, wheel, source and patch series by sha256."""
+    root, ui = project_root(), Ui(verbose=verbose)
+    config = load_config(root)
+    if check:
+        rows = stale_rows(read_lock(root), config, lock_step.patch_series(root))
+        if rows:
+            ui.table("versions.lock is stale", ("input", "locked", "now"), rows, out=True)
+            raise typer.Exit(1)
+        print("versions.lock is up to date")
+        return
+    names = list(upgrade or [])
+    lock_step.make_lock(root, config, ui, upgrade=names if upgrade_all or names else None)
+
+
+@app.command()
+def fetch(*, variant: VariantOption = None, offline: OfflineOption = False, verbose: VerboseOption = False) -> None:
+    """Bring every locked file into the store, checked while it streams."""
+    root, ui = project_root(), Ui(verbose=verbose)
+    config = load_config(root)
+    name = _variant(config, variant, ui)
+    locked = read_lock(root)
+    bring(list(locked.files(name)), config, Store(cache_home()), ui, offline=offline)
+
+
+@app.command()
+def build(
+    *,
+    variant: VariantOption = None,
+    engine: EngineOption = None,
+    offline: OfflineOption = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Make every layer anew; only the store is used.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Build the image, write it to dist/ and load it into the engine; prints its digest last."""
+    root, ui = project_root(), Ui(verbose=verbose)
+    config = load_config(root)
+    name = _variant(config, variant, ui)
+    plain = _context_request(root, config, name, ui, offline=offline)
+    request = build_step.BuildRequest(**vars(plain), engine=engines.choose(engine), fresh=no_cache)
+    digest = build_step.build(request, ui)
+    ui.say(f"  image  {build_step.image_tag(name)} in {request.engine.name}; OCI layout: dist/{name}")
+    print(digest.manifest)
+
+
+@app.command()
+def context(*, variant: VariantOption = None, offline: OfflineOption = False, verbose: VerboseOption = False) -> None:
+    """Lay out the build context for an engine of your own, root file system included."""
+    root, ui = project_root(), Ui(verbose=verbose)
+    config = load_config(root)
+    name = _variant(config, variant, ui)
+
+    folder = build_step.full_context(_context_request(root, config, name, ui, offline=offline), ui)
+    print(f"docker build --network none -f docker/Dockerfile {folder.relative_to(root)}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def smoke(
+    arguments: typer.Context,
+    *,
+    variant: VariantOption = None,
+    engine: EngineOption = None,
+    no_container: Annotated[
+        bool, typer.Option("--no-container", help="Run the suite in this machine's python3 instead.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Run the smoke suite inside the built image; a table and smoke-report.json. Extra words go to pytest."""
+    root, ui = project_root(), Ui(verbose=verbose)
+    config = load_config(root)
+    name = _variant(config, variant, ui)
+    runner = None if no_container else engines.choose(engine)
+    code = run_smoke(root, name, runner, arguments.args, ui)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def clean(
+    *, everything: Annotated[bool, typer.Option("--all", help="Also the store and the finished layers.")] = False
+) -> None:
+    """Remove build/ and dist/; with --all also what is cached for all checkouts."""
+    ui = Ui()
+    for path in build_step.clean(project_root(), cache_home(), everything=everything):
+        ui.say(f"  clean  {path}")
+
+
+def _context_request(root: Path, config: Config, name: str, ui: Ui, *, offline: bool) -> build_step.ContextRequest:
+    store = Store(cache_home())
+
+    def fetcher(items: Sequence[Locked]) -> None:
+        bring(items, config, store, ui, offline=offline)
+
+    cache = LayerCache(cache_home())
+    return build_step.ContextRequest(
+        root=root, config=config, variant=config.variant(name), store=store, cache=cache, fetch=fetcher
+    )
+
+
+def _variant(config: Config, asked: str | None, ui: Ui) -> str:
+    """The variant asked for, else what fits this machine; said in one line."""
+    if asked is not None:
+        return _known(config, asked)
+    gpu = Path("/proc/driver/nvidia/version").exists()
+    name, why = ("cu130", "an NVIDIA driver answers") if gpu else ("cpu", "no NVIDIA driver here")
+    if gpu and name not in {v.name for v in config.variants}:
+        name, why = "cpu", "an NVIDIA driver answers, but cu130 is not built yet"
+    ui.say(f"variant  {name} ({why}; --variant decides)")
+    return name
+
+
+def _known(config: Config, name: str) -> str:
+    if name == "cu130" and name not in {v.name for v in config.variants}:
+        raise UsageError("variant 'cu130' is not built yet", hint="use --variant cpu")
+    return config.variant(name).name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the only place where errors become messages and exit codes."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verbose = "--verbose" in words
+    try:
+        with disk_full_is_clear(cache_home()):
+            code = app(words, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except ImageError as error:
+        if verbose:
+            raise
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"  next: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    except typer.Abort:
+        return 130
+    except KeyboardInterrupt:
+        print("stopped; what was finished stays, run it again to go on", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # Typer's own usage errors (a wrong option) know how to show themselves.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            return int(error.exit_code)
+        raise

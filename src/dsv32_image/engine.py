@@ -1,0 +1,300 @@
+"""The container engines. Each only loads, builds, exports and runs: what they differ in stays here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from dsv32_image import proc
+from dsv32_image.errors import BuildError, EngineError, UsageError
+from dsv32_image.oci import write_docker_archive
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NAMES = ("docker", "podman", "buildah")
+_OLDEST_DOCKER = (20, 10)
+_BUILDX_SPLIT = 23  # from this client on, BuildKit is a plugin of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A command to run in an image. `mounts` maps host folders to (path inside, writable)."""
+
+    image: str
+    command: Sequence[str]
+    mounts: Mapping[Path, tuple[str, bool]]
+    env: Mapping[str, str]
+    gpus: bool = False
+
+
+class Engine(Protocol):
+    """What the build needs from an engine."""
+
+    name: str
+    description: str
+
+    def load(self, layout: Path, tag: str, work: Path) -> None:
+        """Make an OCI layout known as an image of that tag."""
+
+    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
+        """Run the Dockerfile with the network off and without the engine's own cache."""
+
+    def export(self, tag: str, work: Path) -> Path:
+        """Write the image below `work`: a docker-archive file or an OCI layout folder."""
+
+    def image_id(self, tag: str) -> str:
+        """The config digest of the image of that tag, empty if there is none."""
+
+    def remove(self, tag: str) -> None:
+        """Forget a tag; unknown tags are no error."""
+
+    def run(self, request: RunRequest) -> int:
+        """Run a command with this process's own output streams; its exit code."""
+
+
+def choose(name: str | None) -> Engine:
+    """The engine asked for, else the first that answers: docker, podman, buildah.
+
+    Raises:
+        UsageError: No engine is called that.
+        EngineError: It is not there or not usable; the message says which and why.
+    """
+    if name is not None and name not in NAMES:
+        raise UsageError(f"unknown engine '{name}'", hint=f"choose one of: {', '.join(NAMES)}")
+    problems = []
+    for candidate in (name,) if name else NAMES:
+        try:
+            return _MAKERS[candidate]()
+        except EngineError as error:
+            problems.append(error)
+    if name:
+        raise problems[0]
+    reasons = "\n".join(f"  {error.message}" for error in problems)
+    raise EngineError(f"no usable container engine:\n{reasons}", hint="`sh scripts/nox` installs buildah where apt is")
+
+
+class _CliEngine:
+    """What docker and podman share: one command line, docker-archives in and out."""
+
+    name = ""
+
+    def __init__(self, program: str, description: str) -> None:
+        self.program = program
+        self.description = description
+
+    def load(self, layout: Path, tag: str, work: Path) -> None:
+        archive = work / "load.tar"
+        write_docker_archive(layout, archive, tag)
+        try:
+            proc.run(
+                [self.program, "load", "--input", archive], what=f"loading {tag} into {self.name}", error=EngineError
+            )
+        finally:
+            archive.unlink(missing_ok=True)
+
+    def export(self, tag: str, work: Path) -> Path:
+        archive = work / "export.tar"
+        proc.run(
+            [self.program, "save", "--output", archive, tag], what=f"saving {tag} from {self.name}", error=EngineError
+        )
+        return archive
+
+    def image_id(self, tag: str) -> str:
+        command = [self.program, "image", "inspect", "--format", "{{.Id}}", tag]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        identity = done.stdout.strip()
+        return "" if done.returncode else "sha256:" + identity.removeprefix("sha256:")
+
+    def remove(self, tag: str) -> None:
+        subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
+
+    def run(self, request: RunRequest) -> int:
+        command = [self.program, "run", "--rm", "--network", "none", "--shm-size", "8g"]
+        command += self._gpu_options() if request.gpus else []
+        for host, (inside, writable) in request.mounts.items():
+            command += ["--volume", f"{host}:{inside}:{'rw' if writable else 'ro'}"]
+        for key, value in request.env.items():
+            command += ["--env", f"{key}={value}"]
+        return subprocess.run([*command, request.image, *request.command], check=False).returncode
+
+    def _gpu_options(self) -> list[str]:
+        return ["--gpus", "all"]
+
+
+class DockerEngine(_CliEngine):
+    """Docker 20.10 and newer, BuildKit on."""
+
+    name = "docker"
+
+    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
+        command = [self.program, "build", "--network", "none", "--no-cache", "--pull=false", "--progress", "plain"]
+        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
+        env = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+        proc.run(command, what="docker build", error=BuildError, env=env, log=log)
+
+
+class PodmanEngine(_CliEngine):
+    """Podman 4 and newer."""
+
+    name = "podman"
+
+    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
+        command = [self.program, "build", "--network", "none", "--no-cache", "--pull=never", "--format", "oci"]
+        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
+        proc.run(command, what="podman build", error=BuildError, log=log)
+
+    def _gpu_options(self) -> list[str]:
+        return ["--device", "nvidia.com/gpu=all"]
+
+
+class BuildahEngine:
+    """Buildah without a daemon; skopeo brings images in."""
+
+    name = "buildah"
+
+    def __init__(self, program: str, description: str) -> None:
+        self.program = program
+        self.description = description
+        # Inside a container there is often no cgroup or mount right for a runtime; chroot needs none.
+        self._isolation = os.environ.get("BUILDAH_ISOLATION", "chroot")
+
+    def load(self, layout: Path, tag: str, work: Path) -> None:
+        skopeo = proc.require("skopeo", "skopeo")
+        proc.run(
+            [skopeo, "--insecure-policy", "copy", "--quiet", f"oci:{layout}", f"containers-storage:{tag}"],
+            what=f"loading {tag} into buildah's storage",
+            error=EngineError,
+        )
+
+    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
+        command = [self.program, "build", "--isolation", self._isolation, "--pull-never", "--layers=false"]
+        command += ["--format", "oci", "--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
+        proc.run([*self._network_off(), *command], what="buildah build", error=BuildError, log=log)
+
+    def export(self, tag: str, work: Path) -> Path:
+        folder = work / "export"
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [self.program, "push", "--quiet", "--disable-compression", tag, f"oci:{folder}"]
+        proc.run(command, what=f"exporting {tag} from buildah's storage", error=EngineError)
+        return folder
+
+    def image_id(self, tag: str) -> str:
+        command = [self.program, "images", "--quiet", "--no-trunc", tag]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    def remove(self, tag: str) -> None:
+        subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
+
+    def run(self, request: RunRequest) -> int:
+        container = proc.run(
+            [self.program, "from", "--pull-never", request.image], what=f"starting {request.image}", error=EngineError
+        ).strip()
+        try:
+            command = [self.program, "run", "--isolation", self._isolation]
+            for host, (inside, writable) in request.mounts.items():
+                command += ["--volume", f"{host}:{inside}:{'rw' if writable else 'ro'}"]
+            # buildah runs the bare command, without the image's entrypoint, as a build step would.
+            words = ["env", *(f"{k}={v}" for k, v in request.env.items()), "/opt/dsv32/share/entrypoint"]
+            command += [container, "--", *words, *request.command]
+            return subprocess.run([*self._network_off(), *command], check=False).returncode
+        finally:
+            subprocess.run([self.program, "rm", container], capture_output=True, check=False)
+
+    def _network_off(self) -> list[str]:
+        # chroot isolation shares the caller's network, so the caller must have none.
+        if self._isolation != "chroot":
+            return []
+        unshare = proc.require("unshare", "util-linux")
+        return [unshare, "--net"] if os.geteuid() == 0 else [unshare, "--net", "--map-root-user"]
+
+
+def _build_args(args: Mapping[str, str]) -> list[str]:
+    return [word for key, value in sorted(args.items()) for word in ("--build-arg", f"{key}={value}")]
+
+
+def _find_docker() -> Engine:
+    programs = _all_on_path("docker")
+    if not programs:
+        raise EngineError("docker: not installed", hint="install docker, or use --engine buildah")
+    problem = EngineError("docker: no usable client")
+    for program in programs:
+        try:
+            return DockerEngine(program, _check_docker(program))
+        except EngineError as error:
+            problem = error
+    raise problem
+
+
+def _check_docker(program: str) -> str:
+    """A one-line description of client and daemon.
+
+    Raises:
+        EngineError: No daemon answers, it is too old, or the client cannot drive BuildKit.
+    """
+    command = [program, "version", "--format", "{{.Client.Version}} {{.Server.Version}}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        raise EngineError(
+            f"docker: {program} is there but no daemon answers it: {reason}",
+            hint="start it (`systemctl start docker`, or `dockerd &` as root), or use --engine buildah",
+        )
+    client, server = done.stdout.split()
+    if _version(server) < _OLDEST_DOCKER:
+        raise EngineError(f"docker: daemon {server} is too old", hint="20.10 or newer is needed for BuildKit mounts")
+    if _version(client)[0] >= _BUILDX_SPLIT:
+        buildx = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
+        if buildx.returncode != 0:
+            raise EngineError(
+                f"docker: client {client} ({program}) has no buildx, which it needs for BuildKit",
+                hint="install the package docker-buildx (or docker-buildx-plugin), or the client that came with the daemon",
+            )
+    return f"docker {server} (client {client}, {program})"
+
+
+def _find_podman() -> Engine:
+    program = shutil.which("podman")
+    if not program:
+        raise EngineError("podman: not installed", hint="install podman, or use --engine buildah")
+    return PodmanEngine(program, _answer(program, "podman"))
+
+
+def _find_buildah() -> Engine:
+    program = shutil.which("buildah")
+    if not program:
+        raise EngineError("buildah: not installed", hint="apt-get install buildah skopeo")
+    if not shutil.which("skopeo"):
+        raise EngineError("buildah: needs skopeo to load images", hint="apt-get install skopeo")
+    return BuildahEngine(program, _answer(program, "buildah"))
+
+
+def _answer(program: str, name: str) -> str:
+    done = subprocess.run([program, "info"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        raise EngineError(f"{name}: {program} does not work here: {reason}", hint=f"run `{name} info` to see more")
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    return version.strip()
+
+
+def _all_on_path(program: str) -> list[str]:
+    found = []
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        path = Path(folder) / program
+        if path.is_file() and os.access(path, os.X_OK) and str(path) not in found:
+            found.append(str(path))
+    return found
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text)[:2]) or (0,)
+
+
+_MAKERS = {"docker": _find_docker, "podman": _find_podman, "buildah": _find_buildah}

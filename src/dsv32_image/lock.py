@@ -1,0 +1,137 @@
+"""Step `lock`: from pyproject.toml and patches/ to versions.lock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dsv32_image import resolve_debs, resolve_wheels
+from dsv32_image.config import normalise
+from dsv32_image.errors import LockEditedError, LockMissingError, UsageError
+from dsv32_image.families import check_families
+from dsv32_image.lockfile import LayerLock, Lock, read_lock, write_lock
+from dsv32_image.patching import series_sha256
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from dsv32_image.config import Config
+    from dsv32_image.ui import Ui
+
+
+def patch_series(root: Path) -> dict[str, str]:
+    """The sha256 of each patch series below patches/, by package."""
+    folder = root / "patches"
+    return {path.name: series_sha256(path) for path in sorted(folder.iterdir()) if (path / "series").exists()}
+
+
+def make_lock(root: Path, config: Config, ui: Ui, *, upgrade: Iterable[str] | None = None) -> bool:
+    """Write versions.lock if anything it depends on changed; True if it was written.
+
+    Args:
+        root: The project's folder.
+        config: What is asked for.
+        ui: Where to say what happens.
+        upgrade: None keeps every version that still fits; names let those move; an empty
+            collection lets all of them move.
+
+    Raises:
+        UsageError: A name to upgrade is in no section of the lock.
+        ResolveError, DownloadError, ToolMissingError: See the resolvers.
+    """
+    patches = patch_series(root)
+    old = _old_lock(root)
+    if old and upgrade is None and old.inputs == config.inputs:
+        if dict(old.patches) == patches:
+            ui.say("   lock  versions.lock is up to date")
+            return False
+        # Only a series changed: nothing to resolve, and no network needed.
+        write_lock(root, replace(old, patches=patches))
+        ui.say("   lock  took up the changed patch series; no version moved")
+        return True
+    moving = None if upgrade is None else {normalise(name) for name in upgrade}
+    _check_names(old, moving)
+    with ui.step("lock", "resolving what pyproject.toml asks for"):
+        lock = _resolve(config, patches, old, moving)
+    if old and replace(lock, digest="") == replace(old, digest=""):
+        ui.say("   lock  nothing newer that fits; versions.lock unchanged")
+        return False
+    write_lock(root, lock)
+    ui.table("versions.lock", ("what", "was", "is"), changes(old, lock))
+    return True
+
+
+def changes(old: Lock | None, new: Lock) -> list[tuple[str, str, str]]:
+    """What moved between two locks: rows (variant/layer/name, version before, version after)."""
+    before, after = _versions(old) if old else {}, _versions(new)
+    rows = []
+    for key in sorted(before.keys() | after.keys()):
+        was, now = before.get(key, "-"), after.get(key, "-")
+        if was != now:
+            rows.append((key, was, now))
+    return rows
+
+
+def _old_lock(root: Path) -> Lock | None:
+    try:
+        return read_lock(root)
+    except (LockMissingError, LockEditedError):
+        return None  # writing a new one is what mends either
+
+
+def _resolve(config: Config, patches: Mapping[str, str], old: Lock | None, moving: set[str] | None) -> Lock:
+    mirrors = resolve_debs.host_mirrors()
+    variants: dict[str, tuple[LayerLock, ...]] = {}
+    for variant in config.variants:
+        locked = old.variants.get(variant.name, ()) if old else ()
+        debs = resolve_debs.resolve(
+            variant.layers[0].debs,
+            suites=config.suites,
+            mirrors=mirrors,
+            keep=_kept({d.name: d.version for layer in locked for d in layer.debs}, moving),
+        )
+        wheels = resolve_wheels.resolve_variant(
+            config, variant, _kept({d.name: d.version for layer in locked for d in layer.wheels}, moving)
+        )
+        check_families(variant.name, [d for section in wheels.values() for d in section])
+        variants[variant.name] = tuple(
+            LayerLock(name=layer.name, debs=debs if layer.debs else (), wheels=wheels[layer.name])
+            for layer in variant.layers
+        )
+    return Lock(
+        epoch=config.epoch,
+        inputs=config.inputs,
+        patches=dict(patches),
+        tools=resolve_wheels.resolve_tools(config),
+        variants=variants,
+    )
+
+
+def _kept(versions: dict[str, str], moving: set[str] | None) -> dict[str, str]:
+    """The versions to hold on to: all by default, none on a full upgrade."""
+    if moving is None:
+        return versions
+    if not moving:
+        return {}
+    return {name: version for name, version in versions.items() if normalise(name) not in moving}
+
+
+def _check_names(old: Lock | None, moving: set[str] | None) -> None:
+    if not old or not moving:
+        return
+    known = {normalise(name.rsplit("/", 1)[-1]) for name in _versions(old)}
+    if unknown := sorted(moving - known):
+        raise UsageError(
+            f"nothing named '{unknown[0]}' is locked, so it cannot be upgraded", hint="versions.lock lists the names"
+        )
+
+
+def _versions(lock: Lock) -> dict[str, str]:
+    found = {f"tools/{d.name}": d.version for d in lock.tools}
+    for variant, layers in lock.variants.items():
+        for layer in layers:
+            for item in (*layer.debs, *layer.wheels):
+                found[f"{variant}/{layer.name}/{item.name}"] = item.version
+    found.update({f"patches/{name}": sha[:12] for name, sha in lock.patches.items()})
+    return found

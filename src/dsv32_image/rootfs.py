@@ -1,0 +1,115 @@
+"""Step `rootfs`: the base layer's file system, made by mmdebstrap from the store alone."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from debian.debfile import DebFile
+
+from dsv32_image import proc
+from dsv32_image.errors import BuildError
+from dsv32_image.files import disk_full_is_clear, sha256_parts, temporary_file, temporary_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dsv32_image.config import Config
+    from dsv32_image.lockfile import Deb
+    from dsv32_image.store import Store
+
+# Goes into the key: raise it when anything below changes the bytes.
+FORMAT = 1
+
+# Each line removes or mends something that differs from run to run or from host to host.
+_CUSTOMIZE = r"""
+set -eu
+cd "$1"
+# mmdebstrap copies both from the host (its manual says so); engines bind their own over them.
+rm -f etc/resolv.conf etc/hostname
+# The list names the local folder; a mirror is the user's choice, not ours.
+printf '# No mirror is configured: this image is made from a locked set of packages.\n' > etc/apt/sources.list
+rm -f etc/apt/apt.conf.d/99mmdebstrap
+# Bytecode was compiled with checked hashes (SOURCE_DATE_EPOCH was set): every import would hash
+# its source again. Unchecked ones differ in one header bit, and no time stamp can make them stale.
+PYTHONDONTWRITEBYTECODE=1 chroot . python3 -S -c '
+import os
+for top, _, names in os.walk("/usr/lib"):
+    for name in names:
+        if name.endswith(".pyc"):
+            with open(os.path.join(top, name), "r+b") as file:
+                if file.read(8)[4:] == b"\3\0\0\0":
+                    file.seek(4)
+                    file.write(b"\1")
+'
+# Written with inode numbers and times of this machine.
+rm -f var/cache/ldconfig/aux-cache
+rm -rf var/lib/apt/lists/* var/cache/apt/* var/log/*
+# The day of the build, in days since 1970: shadow(5) field 3.
+chroot . awk -F: -v OFS=: -v day="$EPOCH_DAY" '$3 != "" { $3 = day } { print }' etc/shadow > etc/shadow.new
+cat etc/shadow.new > etc/shadow
+rm -f etc/shadow.new etc/shadow- etc/passwd- etc/group- etc/gshadow- var/cache/debconf/*-old var/lib/dpkg/*-old
+"""
+
+
+def rootfs_key(config: Config, debs: Sequence[Deb]) -> str:
+    """What the root file system depends on, as a hash."""
+    parts = [f"rootfs {FORMAT}", str(config.epoch), _CUSTOMIZE, *config.dpkg_exclude, "--", *config.dpkg_include]
+    return sha256_parts(*parts, *(deb.sha256 for deb in debs))
+
+
+def make_rootfs(config: Config, debs: Sequence[Deb], store: Store, out: Path, log: Path) -> None:
+    """Write the root file system as a tar to `out`; bit-identical from run to run.
+
+    Raises:
+        ToolMissingError: No mmdebstrap.
+        BuildError: mmdebstrap failed; the message names its log.
+        OfflineError, HashMismatchError: See `Store.place`.
+    """
+    mmdebstrap = proc.require("mmdebstrap", "mmdebstrap")
+    with temporary_folder(out.with_name("rootfs-work")) as work, disk_full_is_clear(out), temporary_file(out) as tar:
+        work.chmod(0o755)  # apt's user and a user namespace read from here
+        repository = work / "debs"
+        repository.mkdir()
+        _write_repository(debs, store, repository)
+        hook = work / "customize"
+        hook.write_text("#!/bin/sh" + _CUSTOMIZE)
+        hook.chmod(0o755)
+        mode = "root" if os.geteuid() == 0 else "unshare"
+        command = [mmdebstrap, f"--mode={mode}", "--variant=apt", "--format=tar", "--architectures=amd64"]
+        command += [f"--include={','.join(deb.name for deb in debs)}"]
+        command += [f"--dpkgopt=path-exclude={p}" for p in config.dpkg_exclude]
+        command += [f"--dpkgopt=path-include={p}" for p in config.dpkg_include]
+        # The packages were checked against the lock; there is no signature on our own folder.
+        command += [f"--customize-hook={hook}", "trixie", str(tar), f"deb [trusted=yes] copy://{repository} ./"]
+        env = {
+            "SOURCE_DATE_EPOCH": str(config.epoch),
+            "EPOCH_DAY": str(config.epoch // 86400),
+            "LC_ALL": "C.UTF-8",
+            "TZ": "UTC",
+            "PYTHONHASHSEED": "0",
+            "TMPDIR": str(work),
+        }
+        proc.run(
+            command, what="mmdebstrap", error=BuildError, env=env, log=log, hint=f"see {log}; a full disk shows there too"
+        )
+        tar.replace(out)
+
+
+def _write_repository(debs: Sequence[Deb], store: Store, folder: Path) -> None:
+    """A flat apt repository: the files under their own names and a Packages index."""
+    stanzas = []
+    for deb in debs:
+        path = store.place(deb, folder)
+        control = DebFile(str(path)).debcontrol()
+        if (control["Package"], control["Version"]) != (deb.name, deb.version):
+            raise BuildError(
+                f"{deb.file} holds {control['Package']} {control['Version']}, locked {deb.name} {deb.version}",
+                hint="run `nox -s lock`",
+            )
+        control["Filename"] = f"./{deb.file}"
+        control["Size"] = str(deb.size)
+        control["SHA256"] = deb.sha256
+        stanzas.append(control.dump())
+    (folder / "Packages").write_text("\n".join(stanzas))

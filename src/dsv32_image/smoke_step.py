@@ -1,0 +1,80 @@
+"""Step `smoke`: run the suite inside the image and show what ran, with the errors it measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dsv32_image.build import image_tag
+from dsv32_image.engine import RunRequest
+from dsv32_image.errors import EngineError
+from dsv32_image.files import temporary_folder, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from dsv32_image.engine import Engine
+    from dsv32_image.ui import Ui
+
+REPORT = "smoke-report.json"
+_INSIDE = "/opt/dsv32/share/smoke"
+# One thread a process: the suite starts several ranks, and more threads only fight for the cores.
+ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "NO_VCS_VERSION": "1"}
+
+
+def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[str], ui: Ui) -> int:
+    """Run pytest over smoke/ in the image (or without a container); its exit code.
+
+    Raises:
+        EngineError: The image is not in the engine, or the run wrote no report.
+    """
+    report_path = root / "dist" / f"{variant}.{REPORT}"
+    with temporary_folder(root / "build" / variant / "smoke") as folder:
+        folder.chmod(0o777)  # the image's user is not this one
+        pytest = ["-m", "pytest", "-p", "no:cacheprovider", "--color=yes" if ui.console.is_terminal else "--color=no"]
+        if engine is None:
+            command = [sys.executable, *pytest, str(root / "smoke"), f"--smoke-report={folder / REPORT}", *words]
+            code = subprocess.run(command, check=False, cwd=root).returncode
+        else:
+            tag = image_tag(variant)
+            if not engine.image_id(tag):
+                raise EngineError(f"{tag} is not in {engine.name}", hint=f"run `nox -s build -- --variant {variant}`")
+            ui.say(f"  smoke  {tag} in {engine.description}")
+            request = RunRequest(
+                image=tag,
+                command=["python", *pytest, _INSIDE, "--smoke-report=/run/smoke/" + REPORT, *words],
+                mounts={folder: ("/run/smoke", True)},
+                env=ENV,
+                gpus=variant != "cpu",
+            )
+            code = engine.run(request)
+        written = folder / REPORT
+        if not written.exists():
+            raise EngineError(
+                f"the smoke run ended with code {code} and wrote no report", hint="its output above says why"
+            )
+        report = json.loads(written.read_text())
+        write_atomic(report_path, written.read_bytes())
+        shutil.rmtree(folder, ignore_errors=True)
+    show(report, ui)
+    ui.say(f" report  {report_path.relative_to(root)}")
+    return code
+
+
+def show(report: Mapping[str, Any], ui: Ui) -> None:
+    """The table of what ran: test, result, seconds, measured errors."""
+    rows = [
+        (
+            test["name"],
+            test["outcome"],
+            f"{test['seconds']:.1f}",
+            ", ".join(f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in test["measured"].items())
+            or test.get("reason", ""),
+        )
+        for test in report["tests"]
+    ]
+    ui.table(f"smoke: {report['where']}", ("test", "result", "s", "measured"), rows, out=True)
