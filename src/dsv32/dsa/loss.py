@@ -121,8 +121,7 @@ def sparse_loss(
     total = per_row.sum()
     if not need:
         return total, None
-    di = di * factor
-    return total, _score_gradient(q, k, weights, di, indices, inputs, settings, reason is None)
+    return total, _score_gradient(q, k, weights, di, factor, indices, inputs, settings, reason is None)
 
 
 def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
@@ -165,38 +164,46 @@ TARGET_TILE_PS, TARGET_GATHER_PS = 2.5, 170.0
 
 
 def _score_gradient(
-    q: Tensor, k: Tensor, weights: Tensor, di: Tensor, indices: Tensor, inputs: LossInputs, settings: Settings, fused: bool
-) -> Grads:
-    """Gradient through the scores from di [sq, topk] at the chosen keys, by dense blocks: deterministic."""
+    q: Tensor, k: Tensor, weights: Tensor, di: Tensor, factor: Tensor, indices: Tensor, inputs: LossInputs,
+    settings: Settings, fused: bool,
+) -> Grads:  # fmt: skip
+    """Gradient through the scores from factor * di [sq, topk] at the chosen keys, by dense blocks: deterministic."""
     sq, sk = q.size(0), k.size(0)
-    dq, dk, dw = _zeros(q, k, weights)
-    width_bytes = 8 if fused else 4 * (4 * q.size(1) + 2)
-    step = even_step(sq, row_step(sq, sk * width_bytes, settings.byte_budget, 16), 16)
+    grads = _zeros(q, k, weights)
+    per_row = sk * (8 if fused else 4 * (4 * q.size(1) + 2))
+    step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 128), 128)
     for block in blocks(inputs.bounds, step):
         if block.width == 0:
             continue
         rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
-        dense = torch.zeros(block.rows, block.width + 1, dtype=di.dtype, device=di.device)
-        where = torch.where(indices[rows] >= 0, indices[rows] - block.key_lo, block.width)
-        dense.scatter_(1, where.long(), torch.where(indices[rows] >= 0, di[rows], torch.zeros_like(di[rows])))
-        _add_gradient(q, k, weights, dense[:, : block.width], inputs, rows, keys, fused, dq, dk, dw)
-    return dq, dk, dw
+        if fused:
+            from dsv32.dsa.kernels import indexer
+
+            dense = indexer.spread(di[rows], indices[rows], factor, block.key_lo, block.width)
+        else:
+            some = indices[rows] >= 0
+            dense = torch.zeros(block.rows, block.width + 1, dtype=di.dtype, device=di.device)
+            where = torch.where(some, indices[rows] - block.key_lo, block.width).long()
+            dense.scatter_(1, where, torch.where(some, di[rows] * factor, torch.zeros_like(di[rows])))
+            dense = dense[:, : block.width]
+        _add_gradient(q, k, weights, dense, inputs, rows, keys, fused, grads)
+    return grads
 
 
 def _add_gradient(
     q: Tensor, k: Tensor, weights: Tensor, dense: Tensor, inputs: LossInputs, rows: slice, keys: slice, fused: bool,
-    dq: Tensor, dk: Tensor, dw: Tensor,
+    grads: Grads,
 ) -> None:  # fmt: skip
     if fused:
         from dsv32.dsa.kernels import indexer
 
-        part = indexer.gradient(
-            q[rows], k, weights[rows], dense, inputs.bounds.starts[rows], inputs.bounds.ends[rows], keys.start, inputs.relu
-        )
+        starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
+        width = keys.stop - keys.start
+        part = indexer.gradient(q[rows], k, weights[rows], dense, starts, ends, keys.start, width, inputs.relu)
     else:
         part = streaming.score_gradient(q[rows], k[keys], weights[rows], dense, inputs.relu)
-    dq[rows], dw[rows] = part[0], part[1]
-    dk[keys] += part[2]
+    grads[0][rows], grads[2][rows] = part[0], part[1]
+    grads[1][keys] += part[2]
 
 
 def _zeros(q: Tensor, k: Tensor, weights: Tensor) -> Grads:
@@ -219,7 +226,7 @@ def dense_loss(
     sq, sk = q.size(0), k.size(0)
     # Fused: target, scores and the gradient block in fp32, and the parts of dk. Otherwise per-head scores too.
     per_row = sk * (16 if fused else 4 * (2 * inputs.query.size(1) + 4 * q.size(1) + 6))
-    step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 16), 16)
+    step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 128), 128)
     grads = _zeros(q, k, weights) if need else None
     total = torch.zeros((), dtype=streaming.wide(q, k), device=q.device)
     for block in blocks(inputs.bounds, step):
@@ -240,7 +247,7 @@ def dense_loss(
             di = di * factor
         total += per.sum()
         if grads is not None:
-            _add_gradient(q, k, weights, di, inputs, rows, keys, fused, *grads)
+            _add_gradient(q, k, weights, di, inputs, rows, keys, fused, grads)
     return total, grads
 
 

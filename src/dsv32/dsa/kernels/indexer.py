@@ -13,35 +13,38 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+SCORES = (128, 128, 3, 8)  # tokens and keys of a tile, stages, warps
+# Gradient of q: heads that share a tile of dI, keys in a tile, rows in a tile, stages, warps.
+GQ_HEADS, GQ_KEYS, GQ_ROWS, GQ_STAGES, GQ_WARPS = 8, 64, 128, 3, 8
+# Gradient of k: tokens whose dI stays in registers over all heads, keys in a tile, stages, warps.
+GK_TOKENS, GK_KEYS, GK_STAGES, GK_WARPS = 64, 128, 3, 8
 
 
 @triton.jit
 def _scores(
-    q, k, w, starts, ends, out, rows, width, HI: tl.constexpr, RELU: tl.constexpr, out_stride,
+    q, k, w, starts, ends, out, rows, width, w_stride, out_stride, HI: tl.constexpr, RELU: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
+    # q is [rows, HI * D] here and w is transposed, [HI, rows].
     pid_n = tl.program_id(0)
     pid_t = tl.program_id(1)
     t = pid_t * BT + tl.arange(0, BT)
     ok_t = t < rows
     st = tl.load(starts + t, mask=ok_t, other=0x3FFFFFFF)
     en = tl.load(ends + t, mask=ok_t, other=0)
-    # Tiles walk absolute keys, aligned to the block's first key; a row's column is key - start.
-    base = tl.min(st, 0)
-    n = base + pid_n * BN + tl.arange(0, BN)
-    if (pid_n * BN + base) < tl.max(en, 0):
-        d = tl.arange(0, D)
-        last = tl.max(en, 0)
-        kt = tl.load(k + n.to(tl.int64)[None, :] * D + d[:, None], mask=(n < last)[None, :], other=0.0)
-        q_ptr = q + t.to(tl.int64)[:, None] * (HI * D) + d[None, :]
+    # Tiles walk absolute keys from the first one of their rows; a row's column is key - start.
+    first = tl.min(st, 0) + pid_n * BN
+    n = first + tl.arange(0, BN)
+    if first < tl.max(en, 0):
+        kt = k.load([first, 0])
         acc = tl.zeros([BT, BN], dtype=tl.float32)
         for h in range(HI):
-            qt = tl.load(q_ptr + h * D, mask=ok_t[:, None], other=0.0)
-            wt = tl.load(w + t * HI + h, mask=ok_t, other=0.0).to(tl.float32)
-            s = tl.dot(qt, kt)
+            s = tl.dot(q.load([pid_t * BT, h * D]), kt.T)
             if RELU:
                 s = tl.maximum(s, 0.0)
-            acc += s * wt[:, None]
+            acc += s * tl.load(w + h * w_stride + t, mask=ok_t, other=0.0)[:, None]
         col = n[None, :] - st[:, None]
         ok = ok_t[:, None] & (n[None, :] < en[:, None]) & (col >= 0) & (col < width)
         tl.store(out + t.to(tl.int64)[:, None] * out_stride + col, acc, mask=ok)
@@ -61,104 +64,144 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, 
         out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
     # Rows of one tile may start at different keys (a packed boundary inside the tile): their union can be as wide
     # as all keys, so the grid covers sk; tiles past the last key of their rows leave at once.
-    grid = (triton.cdiv(k.size(0), 128), triton.cdiv(rows, 128))
-    _scores[grid](q, k, weights, starts, ends, out, rows, width, heads, relu, out.stride(0),
-                  BT=128, BN=128, D=128, num_warps=8, num_stages=3)  # fmt: skip
+    tokens, keys, stages, warps = SCORES
+    w_t = weights.t().float().contiguous()
+    q_tiles = TensorDescriptor.from_tensor(q.view(rows, heads * dim), [tokens, dim])
+    k_tiles = TensorDescriptor.from_tensor(k, [keys, dim])
+    grid = (triton.cdiv(k.size(0), keys), triton.cdiv(rows, tokens))
+    _scores[grid](
+        q_tiles, k_tiles, w_t, starts, ends, out, rows, width, w_t.stride(0), out.stride(0), heads, relu,
+        BT=tokens, BN=keys, D=dim, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _grad_q(
-    q, k, w, di, starts, ends, dq, dw, rows, width, key_lo, di_stride, HI: tl.constexpr, RELU: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    q, k, w, di, starts, ends, dq, dw, rows, width, key_lo, HI: tl.constexpr, RELU: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    r = pid * BM + tl.arange(0, BM)
-    ok_r = r < rows
-    tok = r // HI
+    # A tile holds BT tokens of BH heads, head-major: the heads share one small tile of dI.
+    pid_h = tl.program_id(0)
+    pid_t = tl.program_id(1)
+    r = tl.arange(0, BT * BH)
+    tok = pid_t * BT + r % BT
+    head = pid_h * BH + r // BT
+    ok_r = tok < rows
+    flat = tok.to(tl.int64) * HI + head
     d = tl.arange(0, D)
     st = tl.load(starts + tok, mask=ok_r, other=0x3FFFFFFF)
     en = tl.load(ends + tok, mask=ok_r, other=0)
     lo = tl.maximum(tl.min(st, 0) - key_lo, 0) // BN * BN
     hi = tl.minimum(tl.max(en, 0) - key_lo, width)
-    qt = tl.load(q + r.to(tl.int64)[:, None] * D + d[None, :], mask=ok_r[:, None], other=0.0)
-    wt = tl.load(w + r, mask=ok_r, other=0.0).to(tl.float32)
-    acc = tl.zeros([BM, D], dtype=tl.float32)
-    sum_w = tl.zeros([BM], dtype=tl.float32)
+    qt = tl.load(q + flat[:, None] * D + d[None, :], mask=ok_r[:, None], other=0.0)
+    wt = tl.load(w + flat, mask=ok_r, other=0.0).to(tl.float32)
+    acc = tl.zeros([BT * BH, D], dtype=tl.float32)
+    sum_w = tl.zeros([BT * BH], dtype=tl.float32)
     for j in range(lo, hi, BN):
-        n = j + tl.arange(0, BN)
-        kt = tl.load(k + (n + key_lo).to(tl.int64)[:, None] * D + d[None, :], mask=(n < hi)[:, None], other=0.0)
-        g = tl.load(di + tok.to(tl.int64)[:, None] * di_stride + n[None, :], mask=ok_r[:, None] & (n < hi)[None, :],
-                    other=0.0)  # fmt: skip
-        s = tl.dot(qt, tl.trans(kt))
+        kt = k.load([key_lo + j, 0])
+        g = di.load([pid_t * BT, j])
+        g = tl.reshape(tl.broadcast_to(g[None, :, :], (BH, BT, BN)), (BH * BT, BN))
+        s = tl.dot(qt, kt.T)
         if RELU:
-            sum_w += tl.sum(g * tl.maximum(s, 0.0), 1)
-            g = tl.where(s > 0, g, 0.0) * wt[:, None]
+            s = tl.maximum(s, 0.0)
+            sum_w += tl.sum(g * s, 1)
+            g = tl.where(s > 0, g, 0.0)
         else:
             sum_w += tl.sum(g * s, 1)
-            g = g * wt[:, None]
-        acc = tl.dot(g.to(kt.dtype), kt, acc)
-    tl.store(dq + r.to(tl.int64)[:, None] * D + d[None, :], acc.to(dq.dtype.element_ty), mask=ok_r[:, None])
-    tl.store(dw + r, sum_w.to(dw.dtype.element_ty), mask=ok_r)
+        acc = tl.dot(g.to(qt.dtype), kt, acc)
+    acc = acc * wt[:, None]
+    tl.store(dq + flat[:, None] * D + d[None, :], acc.to(dq.dtype.element_ty), mask=ok_r[:, None])
+    tl.store(dw + flat, sum_w, mask=ok_r)
 
 
 @triton.jit
 def _grad_k(
-    q, k, w, di, starts, ends, dk, rows, width, key_lo, di_stride, span, HI: tl.constexpr, RELU: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    q, k, w, di, ends, dk, rows, width, key_lo, di_stride, w_stride, span, HI: tl.constexpr, RELU: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
+    # One tile of dI serves all heads of its tokens; q is [rows, HI * D] here and w is transposed, [HI, rows].
     pid_n = tl.program_id(0)
     part = tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
     d = tl.arange(0, D)
-    ok_n = n < width
-    kt = tl.load(k + (n + key_lo).to(tl.int64)[:, None] * D + d[None, :], mask=ok_n[:, None], other=0.0)
+    kt = k.load([key_lo + pid_n * BN, 0])
     acc = tl.zeros([BN, D], dtype=tl.float32)
     first = part * span
     last = tl.minimum(first + span, rows)
-    for i in range(first, last, BM):
-        r = i + tl.arange(0, BM)
-        ok_r = r < last
-        tok = r // HI
-        qt = tl.load(q + r.to(tl.int64)[:, None] * D + d[None, :], mask=ok_r[:, None], other=0.0)
-        wt = tl.load(w + r, mask=ok_r, other=0.0).to(tl.float32)
-        g = tl.load(di + tok.to(tl.int64)[None, :] * di_stride + n[:, None], mask=ok_r[None, :] & ok_n[:, None],
-                    other=0.0)  # fmt: skip
-        s = tl.dot(kt, tl.trans(qt))
-        if RELU:
-            g = tl.where(s > 0, g, 0.0)
-        g = g * wt[None, :]
-        acc = tl.dot(g.to(qt.dtype), qt, acc)
+    for t0 in range(first, last, BT):
+        t = t0 + tl.arange(0, BT)
+        seen = tl.max(tl.load(ends + t, mask=t < last, other=0), 0) - key_lo > pid_n * BN
+        if seen:
+            g = tl.load(di + t.to(tl.int64)[None, :] * di_stride + n[:, None], mask=(t < last)[None, :], other=0.0)
+            for h in range(HI):
+                qt = q.load([t0, h * D])
+                wt = tl.load(w + h * w_stride + t, mask=t < last, other=0.0)
+                s = tl.dot(kt, qt.T)
+                x = g * wt[None, :]
+                if RELU:
+                    x = tl.where(s > 0, x, 0.0)
+                acc = tl.dot(x.to(qt.dtype), qt, acc)
     where = (part.to(tl.int64) * width + n)[:, None] * D + d[None, :]
-    tl.store(dk + where, acc, mask=ok_n[:, None])
+    tl.store(dk + where, acc, mask=(n < width)[:, None])
 
 
-def gradient(q: Tensor, k: Tensor, weights: Tensor, di: Tensor, starts: Tensor, ends: Tensor, key_lo: int,
+@triton.jit
+def _scatter(idx, values, factor, out, key_lo, width, idx_stride, values_stride, out_stride, topk, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    j = tl.load(idx + row * idx_stride + c, mask=c < topk, other=-1) - key_lo
+    value = tl.load(values + row * values_stride + c, mask=c < topk, other=0.0) * tl.load(factor)
+    tl.store(out + row * out_stride + j, value, mask=(j >= 0) & (j < width) & (c < topk))
+
+
+def spread(values: Tensor, indices: Tensor, factor: Tensor, key_lo: int, width: int) -> Tensor:
+    """factor * values [rows, topk] at their keys in a zeroed `padded` block of keys key_lo ... key_lo + width."""
+    rows, topk = indices.shape
+    out = padded(rows, width, values.device).zero_()
+    block = triton.next_power_of_2(topk)
+    _scatter[(rows,)](indices, values, factor, out, key_lo, width, indices.stride(0), values.stride(0), out.stride(0),
+                      topk, BLOCK=block, num_warps=4)  # fmt: skip
+    return out
+
+
+def padded(rows: int, width: int, device: torch.device) -> Tensor:
+    """Uninitialised fp32 block for d(loss)/d(score), [rows, width] inside whole tiles; fill the border with zeros."""
+    return torch.empty(triton.cdiv(rows, 128) * 128, triton.cdiv(width, 128) * 128, dtype=torch.float32, device=device)
+
+
+def gradient(q: Tensor, k: Tensor, weights: Tensor, di: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int,
              relu: bool = True) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq [rows, Hi, 128] as q, dw fp32 [rows, Hi], dk fp32 [width, 128] for keys key_lo ...).
 
-    q: bf16 [rows, Hi, 128]; k: bf16 [sk, 128]; weights [rows, Hi]; di: fp32 [rows, width], d(loss)/d(score) of key
-    key_lo + column, zero where a key does not count; starts, ends: int32 [rows], used only to skip empty tiles.
+    q: bf16 [rows, Hi, 128]; k: bf16 [sk, 128]; weights [rows, Hi]; di: fp32 from `padded(rows, width)`, d(loss)/d(score)
+    of key key_lo + column, zero where a key does not count and in the border; starts, ends: int32 [rows], used only to
+    skip empty tiles.
     """
     rows, heads, dim = q.shape
-    width = di.size(1)
-    if dim != 128 or di.stride(1) != 1 or not (q.is_contiguous() and k.is_contiguous() and weights.is_contiguous()):
+    if dim != 128 or not (q.is_contiguous() and k.is_contiguous() and weights.is_contiguous() and di.is_contiguous()):
         raise ValueError(f"indexer gradient needs contiguous inputs of head dim 128, got {tuple(q.shape)}")
-    flat = rows * heads
+    if di.size(0) < rows or di.size(0) % 128 or di.size(1) < width or di.size(1) % 128:
+        raise ValueError(f"di {tuple(di.shape)} does not hold whole tiles of [{rows}, {width}]")
     dq = torch.empty_like(q)
     dw = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    _grad_q[(triton.cdiv(flat, 128),)](
-        q, k, weights, di, starts, ends, dq, dw, flat, width, key_lo, di.stride(0), heads, relu,
-        BM=128, BN=128, D=128, num_warps=8, num_stages=2,
+    bh = min(GQ_HEADS, heads)
+    bt = GQ_ROWS // bh
+    di_tiles = TensorDescriptor.from_tensor(di, [bt, GQ_KEYS])
+    _grad_q[(heads // bh, triton.cdiv(rows, bt))](
+        q, TensorDescriptor.from_tensor(k, [GQ_KEYS, dim]), weights, di_tiles, starts, ends, dq, dw, rows, width, key_lo,
+        heads, relu, BT=bt, BH=bh, BN=GQ_KEYS, D=dim, num_warps=GQ_WARPS, num_stages=GQ_STAGES,
     )  # fmt: skip
-    tiles = triton.cdiv(width, 128)
+    tiles = triton.cdiv(width, GK_KEYS)
     # A few parts per key tile fill the multiprocessors; a fixed order of the final sum keeps runs bitwise equal.
-    parts = max(1, min(triton.cdiv(flat, 128), triton.cdiv(1056, tiles)))
-    span = triton.cdiv(triton.cdiv(flat, parts), 128) * 128
-    parts = triton.cdiv(flat, span)
+    parts = max(1, min(triton.cdiv(rows, GK_TOKENS), triton.cdiv(528, tiles)))
+    span = triton.cdiv(triton.cdiv(rows, parts), GK_TOKENS) * GK_TOKENS
+    parts = triton.cdiv(rows, span)
     dk = torch.empty(parts, width, dim, dtype=torch.float32, device=q.device)
+    w_t = weights.t().float().contiguous()
+    q_tiles = TensorDescriptor.from_tensor(q.view(rows, heads * dim), [GK_TOKENS, dim])
     _grad_k[(tiles, parts)](
-        q, k, weights, di, starts, ends, dk, flat, width, key_lo, di.stride(0), span, heads, relu,
-        BM=128, BN=128, D=128, num_warps=8, num_stages=2,
+        q_tiles, TensorDescriptor.from_tensor(k, [GK_KEYS, dim]), w_t, di, ends, dk, rows, width, key_lo, di.stride(0),
+        w_t.stride(0), span, heads, relu, BT=GK_TOKENS, BN=GK_KEYS, D=dim, num_warps=GK_WARPS, num_stages=GK_STAGES,
     )  # fmt: skip
     return dq, dw, dk.sum(0)

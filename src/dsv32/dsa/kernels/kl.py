@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv32.dsa.kernels.indexer import padded
+
 
 @triton.jit
 def _kl(
-    target, logits, idx, starts, ends, row_ok, factor, per_row, di, width, key_lo,
+    target, logits, idx, starts, ends, row_ok, factor, per_row, di, rows, width, columns, key_lo,
     target_stride, logits_stride, idx_stride, di_stride,
     SPARSE: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -18,16 +20,18 @@ def _kl(
     target += row * target_stride
     logits += row * logits_stride
     di += row * di_stride
+    # Rows past the last one exist only in di, which holds whole tiles: they see nothing and write zeros.
+    real = row < rows
     if SPARSE:
         idx += row * idx_stride
         lo = 0
         hi = width
     else:
-        lo = tl.load(starts + row) - key_lo
-        hi = tl.load(ends + row) - key_lo
-    on = True
+        lo = tl.load(starts + row, mask=real, other=0) - key_lo
+        hi = tl.minimum(tl.load(ends + row, mask=real, other=0) - key_lo, tl.where(real, width, 0))
+    on = real
     if ROWS:
-        on = tl.load(row_ok + row) != 0
+        on = tl.load(row_ok + row, mask=real, other=0) != 0
     scale = 1.0
     if FACTOR:
         scale = tl.load(factor).to(tl.float32)
@@ -54,7 +58,7 @@ def _kl(
     denom = tl.where(denom > 0, denom, 1.0)
     log_denom = tl.log(denom) + high
     kl = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, width, BLOCK):
+    for i in range(0, columns, BLOCK):
         c = i + tl.arange(0, BLOCK)
         ok = (c < width) & (c >= lo) & (c < hi)
         if SPARSE:
@@ -68,8 +72,8 @@ def _kl(
             tl.store(target + c, tl.where(ok, t, 0.0), mask=c < width)
             tl.store(di + c, predict, mask=c < width)
         else:
-            tl.store(di + c, tl.where(ok, predict - t, 0.0) * scale, mask=c < width)
-    tl.store(per_row + row, tl.sum(kl, 0))
+            tl.store(di + c, tl.where(ok, predict - t, 0.0) * scale, mask=c < columns)
+    tl.store(per_row + row, tl.sum(kl, 0), mask=real)
 
 
 def sparse(target: Tensor, logits: Tensor, indices: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -82,7 +86,10 @@ def sparse(target: Tensor, logits: Tensor, indices: Tensor, rows: Tensor | None)
 
 def dense(target: Tensor, logits: Tensor, starts: Tensor, ends: Tensor, key_lo: int, rows: Tensor | None,
           factor: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(KL fp32 [rows], factor * d(KL)/d(logits) fp32 [rows, width]) over keys starts[i] <= key_lo + column < ends[i]."""
+    """(KL fp32 [rows], factor * d(KL)/d(logits) fp32) over keys starts[i] <= key_lo + column < ends[i].
+
+    The gradient holds whole tiles (`indexer.padded`) with zeros wherever a key does not count.
+    """
     return _run(target, logits, None, starts, ends, key_lo, rows, factor)
 
 
@@ -90,15 +97,18 @@ def _run(target: Tensor, logits: Tensor, indices: Tensor | None, starts: Tensor 
          rows: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     count, width = target.shape
     per_row = torch.empty(count, dtype=torch.float32, device=target.device)
-    di = torch.empty(count, width, dtype=torch.float32, device=target.device)
+    if indices is None:
+        di = padded(count, width, target.device)
+    else:
+        di = torch.empty(count, width, dtype=torch.float32, device=target.device)
     if count:
         block = min(4096, triton.next_power_of_2(max(width, 16)))
         none = per_row
         row_ok = rows.to(torch.uint8).contiguous() if rows is not None else none
-        _kl[(count,)](
+        _kl[(di.size(0),)](
             target, logits, indices if indices is not None else none, starts if starts is not None else none,
-            ends if ends is not None else none, row_ok, factor if factor is not None else none, per_row, di, width, key_lo,
-            target.stride(0), logits.stride(0), indices.stride(0) if indices is not None else 0, di.stride(0),
+            ends if ends is not None else none, row_ok, factor if factor is not None else none, per_row, di, count, width,
+            di.size(1), key_lo, target.stride(0), logits.stride(0), indices.stride(0) if indices is not None else 0, di.stride(0),
             SPARSE=indices is not None, ROWS=rows is not None, FACTOR=factor is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return per_row, di

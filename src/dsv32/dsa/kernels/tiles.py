@@ -20,85 +20,73 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
-BM, BN, BK = 128, 128, 64
 NOPE, ROPE = 512, 64
+BM, BK = 128, 64
+STATISTICS, TARGET, GRADIENTS = 0, 1, 2
+# Columns of a tile, pipeline stages, by mode; two accumulators leave no registers for 256 columns.
+COLUMNS = {STATISTICS: 128, TARGET: 128, GRADIENTS: 128}
+STAGES = {STATISTICS: 3, TARGET: 3, GRADIENTS: 3}
 
 
 @triton.jit
 def _tile(
-    q, do, kv, lse2, delta, keep, starts, ends, out_a, out_b,
+    q, do, kv, out_p, out_ds, lse2, delta, keep, starts, ends, out_a, out_b,
     rows, width, key_lo, scale, keep_stride, out_stride,
     H: tl.constexpr, MODE: tl.constexpr, KEEP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DR: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     pid_n = tl.program_id(0)
     pid_m = tl.program_id(1)
     r = pid_m * BM + tl.arange(0, BM)
     n = pid_n * BN + tl.arange(0, BN)
     row_ok = r < rows
-    col_ok = n < width
     tok = r // H
     st = tl.load(starts + tok, mask=row_ok, other=0x7FFFFFFF) - key_lo
     en = tl.load(ends + tok, mask=row_ok, other=0) - key_lo
     live = (tl.max(en, 0) > pid_n * BN) & (tl.min(st, 0) < pid_n * BN + BN)
-    full: tl.constexpr = D + DR
-    tl.static_assert(DR == BK)
-    r64 = r.to(tl.int64)
-    k64 = (n + key_lo).to(tl.int64)
-    kk = tl.arange(0, BK)
-    q_ptr = q + r64[:, None] * full + kk[None, :]
-    k_ptr = kv + k64[None, :] * full + kk[:, None]
     s = tl.zeros([BM, BN], dtype=tl.float32)
+    steps = tl.where(live, STEPS, 0)
     if MODE == 2:
+        # dO has 512 channels beside K's 576: its last slice lies outside and reads as zeros, which costs one product
+        # of seventeen and spares the loop a special case.
         dp = tl.zeros([BM, BN], dtype=tl.float32)
-        do_ptr = do + r64[:, None] * D + kk[None, :]
-        # The rotary part first, outside the loop: the loop then has the same 64-wide key slice for both products.
-        qr = tl.load(q_ptr + D, mask=row_ok[:, None] & live, other=0.0)
-        kr = tl.load(k_ptr + D, mask=col_ok[None, :] & live, other=0.0)
-        s = tl.dot(qr, kr, s)
-        steps = tl.where(live, D // BK, 0)
         for i in range(steps):
-            qt = tl.load(q_ptr + i * BK, mask=row_ok[:, None], other=0.0)
-            kt = tl.load(k_ptr + i * BK, mask=col_ok[None, :], other=0.0)
-            dt = tl.load(do_ptr + i * BK, mask=row_ok[:, None], other=0.0)
-            s = tl.dot(qt, kt, s)
-            dp = tl.dot(dt, kt, dp)
+            kt = kv.load([key_lo + pid_n * BN, i * BK]).T
+            s = tl.dot(q.load([pid_m * BM, i * BK]), kt, s)
+            dp = tl.dot(do.load([pid_m * BM, i * BK]), kt, dp)
     else:
-        steps = tl.where(live, full // BK, 0)
         for i in range(steps):
-            qt = tl.load(q_ptr + i * BK, mask=row_ok[:, None], other=0.0)
-            kt = tl.load(k_ptr + i * BK, mask=col_ok[None, :], other=0.0)
-            s = tl.dot(qt, kt, s)
-    ok = (n[None, :] >= st[:, None]) & (n[None, :] < en[:, None]) & col_ok[None, :] & row_ok[:, None]
+            s = tl.dot(q.load([pid_m * BM, i * BK]), kv.load([key_lo + pid_n * BN, i * BK]).T, s)
     if KEEP:
-        kept = tl.load(keep + tok.to(tl.int64)[:, None] * keep_stride + n[None, :], mask=ok, other=0)
-        ok = ok & (kept != 0)
+        # keep has whole tiles of rows and columns and is 0 outside a row's bounds, so no other test is needed.
+        ok = tl.load(keep + tok.to(tl.int64)[:, None] * keep_stride + n[None, :]) != 0
+    else:
+        ok = (n[None, :] >= st[:, None]) & (n[None, :] < tl.minimum(en, width)[:, None])
     s2 = s * (scale * 1.4426950408889634)
     if MODE == 0:
         s2 = tl.where(ok, s2, float("-inf"))
         m = tl.max(s2, 1)
         safe = tl.where(m == float("-inf"), 0.0, m)
         total = tl.sum(tl.exp2(s2 - safe[:, None]), 1)
-        where = r64 * out_stride + pid_n
+        where = r.to(tl.int64) * out_stride + pid_n
         tl.store(out_a + where, m, mask=row_ok)
         tl.store(out_b + where, total, mask=row_ok)
     else:
-        base = tl.load(lse2 + r, mask=row_ok, other=0.0)
+        base = tl.load(lse2 + r, mask=row_ok, other=float("inf"))
         p = tl.where(ok, tl.exp2(s2 - base[:, None]), 0.0)
         if MODE == 1:
             summed = tl.sum(tl.reshape(p, (BM // H, H, BN)), 1)
             t = pid_m * (BM // H) + tl.arange(0, BM // H)
             where = t.to(tl.int64)[:, None] * out_stride + n[None, :]
-            tl.store(out_a + where, summed, mask=(t * H < rows)[:, None] & col_ok[None, :])
+            tl.store(out_a + where, summed, mask=(t * H < rows)[:, None] & (n < width)[None, :])
         else:
             dl = tl.load(delta + r, mask=row_ok, other=0.0)
             ds = p * (dp - dl[:, None]) * scale
-            where = r64[:, None] * out_stride + n[None, :]
-            inside = row_ok[:, None] & col_ok[None, :]
-            tl.store(out_a + where, p.to(out_a.dtype.element_ty), mask=inside)
-            tl.store(out_b + where, ds.to(out_b.dtype.element_ty), mask=inside)
+            out_p.store([pid_m * BM, pid_n * BN], p.to(out_p.dtype))
+            out_ds.store([pid_m * BM, pid_n * BN], ds.to(out_ds.dtype))
 
 
 @triton.jit
@@ -111,9 +99,10 @@ def _mark(idx, keep, key_lo, width, idx_stride, keep_stride, topk, BLOCK: tl.con
 
 
 def mark(indices: Tensor, key_lo: int, width: int) -> Tensor:
-    """uint8 [rows, width]: 1 where key key_lo + column is among the row's indices (int32 [rows, topk], -1 empty)."""
+    """uint8, 1 where key key_lo + column is among the row's indices (int32 [rows, topk], -1 empty); padded with zeros
+    to whole tiles: [rows + 15, a multiple of 256]."""
     rows, topk = indices.shape
-    keep = torch.zeros(rows, width, dtype=torch.uint8, device=indices.device)
+    keep = torch.zeros(rows + 15, triton.cdiv(width, 256) * 256, dtype=torch.uint8, device=indices.device)
     if rows and topk and width:
         block = triton.next_power_of_2(topk)
         _mark[(rows,)](indices, keep, key_lo, width, indices.stride(0), keep.stride(0), topk, BLOCK=block, num_warps=4)
@@ -128,6 +117,46 @@ def _pick(dense, idx, out, key_lo, width, dense_stride, idx_stride, out_stride, 
     ok = (j >= key_lo) & (j - key_lo < width)
     value = tl.load(dense + row * dense_stride + (j - key_lo), mask=ok, other=0.0)
     tl.store(out + row * out_stride + c, value, mask=ok)
+
+
+@triton.jit
+def _used(idx, out, idx_stride, topk, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    j = tl.load(idx + row * idx_stride + c, mask=c < topk, other=-1)
+    tl.store(out + row, tl.max(tl.where(j >= 0, c + 1, 0), 0))
+
+
+def used(indices: Tensor) -> Tensor:
+    """Slots of each row up to its last valid index, int32 [rows]: what a kernel has to visit."""
+    rows, topk = indices.shape
+    out = torch.empty(rows, dtype=torch.int32, device=indices.device)
+    if rows:
+        _used[(rows,)](indices, out, indices.stride(0), topk, BLOCK=triton.next_power_of_2(topk), num_warps=4)
+    return out
+
+
+@triton.jit
+def _within(idx, out, length, key_lo, key_hi, idx_stride, out_stride, topk, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    j = tl.load(idx + row * idx_stride + c, mask=c < topk, other=-1)
+    ok = (j >= key_lo) & (j < key_hi)
+    slot = tl.cumsum(ok.to(tl.int32), 0) - 1
+    count = tl.sum(ok.to(tl.int32), 0)
+    tl.store(out + row * out_stride + slot, j - key_lo, mask=ok)
+    tl.store(out + row * out_stride + c, -1, mask=(c >= count) & (c < topk))
+    tl.store(length + row, count)
+
+
+def within(indices: Tensor, key_lo: int, key_hi: int, out: Tensor) -> Tensor:
+    """Write each row's indices of [key_lo, key_hi), less key_lo and packed to the front, to out; return their counts."""
+    rows, topk = indices.shape
+    length = torch.empty(rows, dtype=torch.int32, device=indices.device)
+    if rows:
+        _within[(rows,)](indices, out, length, key_lo, key_hi, indices.stride(0), out.stride(0), topk,
+                         BLOCK=triton.next_power_of_2(topk), num_warps=4)  # fmt: skip
+    return length
 
 
 def pick(dense: Tensor, indices: Tensor, key_lo: int, out: Tensor) -> None:
@@ -150,14 +179,20 @@ def _launch(mode: int, query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, 
     if not (query.is_contiguous() and kv.is_contiguous() and (dout is None or dout.is_contiguous())):
         raise ValueError("tiles need contiguous query, kv and dout")
     rows = tokens * heads
-    grid = (triton.cdiv(width, BN), triton.cdiv(rows, BM))
-    any_f = out_a
+    columns = COLUMNS[mode]
+    grid = (triton.cdiv(width, columns), triton.cdiv(rows, BM))
+    q_tiles = TensorDescriptor.from_tensor(query.view(rows, dim), [BM, BK])
+    k_tiles = TensorDescriptor.from_tensor(kv, [columns, BK])
+    do_tiles = q_tiles if dout is None else TensorDescriptor.from_tensor(dout.view(rows, NOPE), [BM, BK])
+    p_tiles, ds_tiles = q_tiles, q_tiles
+    if mode == GRADIENTS:
+        p_tiles, ds_tiles = (TensorDescriptor.from_tensor(t, [BM, columns]) for t in (out_a, out_b))
     _tile[grid](
-        query, dout if dout is not None else query, kv, lse2 if lse2 is not None else any_f,
-        delta if delta is not None else any_f, keep if keep is not None else starts, starts, ends, out_a, out_b,
+        q_tiles, do_tiles, k_tiles, p_tiles, ds_tiles, lse2 if lse2 is not None else starts,
+        delta if delta is not None else starts, keep if keep is not None else starts, starts, ends, out_a, out_b,
         rows, width, key_lo, scale, keep.stride(0) if keep is not None else 0, out_stride,
-        H=heads, MODE=mode, KEEP=keep is not None, BM=BM, BN=BN, BK=BK, D=NOPE, DR=ROPE,
-        num_warps=8, num_stages=3,
+        H=heads, MODE=mode, KEEP=keep is not None, BM=BM, BN=columns, BK=BK, STEPS=dim // BK,
+        num_warps=8, num_stages=STAGES[mode],
     )  # fmt: skip
 
 
@@ -167,10 +202,10 @@ def statistics(query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: 
     query: bf16 [tokens, H, 576]; kv: bf16 [sk, 576]; starts, ends: int32 [tokens]. -inf for a row without keys.
     """
     tokens, heads, _ = query.shape
-    tiles = triton.cdiv(width, BN)
+    tiles = triton.cdiv(width, COLUMNS[STATISTICS])
     m = torch.empty(tokens * heads, tiles, dtype=torch.float32, device=query.device)
     total = torch.empty_like(m)
-    _launch(0, query, kv, starts, ends, key_lo, width, scale, m, total, tiles)
+    _launch(STATISTICS, query, kv, starts, ends, key_lo, width, scale, m, total, tiles)
     top = m.amax(1, keepdim=True)
     safe = torch.where(torch.isinf(top), torch.zeros_like(top), top)
     lse2 = safe + (total * torch.exp2(m - safe)).sum(1, keepdim=True).log2()
@@ -183,7 +218,7 @@ def target(query: Tensor, kv: Tensor, lse: Tensor, starts: Tensor, ends: Tensor,
     tokens = query.size(0)
     out = torch.empty(tokens, width, dtype=torch.float32, device=query.device)
     lse2 = finite(lse).mul(LOG2E).contiguous()
-    _launch(1, query, kv, starts, ends, key_lo, width, scale, out, out, width, lse2=lse2, keep=keep)
+    _launch(TARGET, query, kv, starts, ends, key_lo, width, scale, out, out, width, lse2=lse2, keep=keep)
     return out
 
 
@@ -196,7 +231,7 @@ def gradients(query: Tensor, kv: Tensor, lse: Tensor, delta: Tensor, dout: Tenso
     p = torch.empty(rows, stride, dtype=query.dtype, device=query.device)
     ds = torch.empty_like(p)
     lse2 = finite(lse).mul(LOG2E).contiguous()
-    _launch(2, query, kv, starts, ends, key_lo, width, scale, p, ds, stride, lse2=lse2, delta=delta.contiguous(),
+    _launch(GRADIENTS, query, kv, starts, ends, key_lo, width, scale, p, ds, stride, lse2=lse2, delta=delta.contiguous(),
             dout=dout, keep=keep)  # fmt: skip
     return p[:, :width], ds[:, :width]
 
