@@ -115,44 +115,63 @@ def edit(workspace: Workspace, package: str) -> Edited:
             )
         if state.source_sha256 == source_sha256:
             return Edited(folder=folder, patches=len(repo.commits()), already=True)
+    # All commits are made under a temporary name: a killed edit leaves no half-made work to refresh from.
     with temporary_folder(folder) as temporary:
         write_files(read_archive(source), temporary)
-        repo = PatchRepo.create(
-            temporary, f"{package}: source as published\n\nSource-sha256: {source_sha256}\n"
+        message = f"{package}: source as published\n\nSource-sha256: {source_sha256}\n"
+        repo = PatchRepo.create(temporary, message)
+        repo.write_state(
+            State(source_sha256=source_sha256, series_sha256="", head=repo.head(), pending=names)
         )
-        state = State(source_sha256=source_sha256, series_sha256="", head=repo.head(), pending=names)
-        repo.write_state(state)
-        # The new tree replaces an old one only once it is whole.
+        try:
+            count = _commit_pending(repo, series, names)
+        except PatchError as error:
+            failed: PatchError | None = error
+        else:
+            failed = None
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-    return _go_on(PatchRepo(folder), state, series, names)
+    if failed:
+        raise _by_hand(failed, folder, series)
+    return Edited(folder=folder, patches=count)
 
 
 def _go_on(repo: PatchRepo, state: State, series: Path, names: tuple[str, ...]) -> Edited:
-    """Make commits of the pending patches. Edits or commits by hand stand for the first of them."""
-    pending = [name for name in state.pending if name in names]
+    """After a patch that did not apply: edits or commits by hand stand for it, then the rest follows."""
+    pending = tuple(name for name in state.pending if name in names)
     if pending and repo.is_dirty():
         header, _ = split_header((series / pending[0]).read_bytes())
-        repo.commit(header, pending.pop(0))
+        repo.commit(header, pending[0])
+        pending = pending[1:]
     elif pending and repo.head() != state.head:
-        pending.pop(0)
-    while pending:
-        repo.write_state(state.with_(head=repo.head(), pending=tuple(pending)))
-        path = series / pending[0]
-        patch = parse_patch(path)
-        try:
-            apply_series(repo.folder, [patch], allow_offset=True)
-        except PatchError as error:
-            raise PatchError(
-                f"{error.message}\n  the patches before it are commits in {repo.folder}",
-                f"there: git apply --reject {path.resolve()}, do the rest by hand, "
-                f"then `nox -s patch -- edit {series.name}` goes on",
-            ) from error
+        pending = pending[1:]
+    try:
+        return Edited(folder=repo.folder, patches=_commit_pending(repo, series, pending))
+    except PatchError as error:
+        raise _by_hand(error, repo.folder, series) from error
+
+
+def _commit_pending(repo: PatchRepo, series: Path, pending: tuple[str, ...]) -> int:
+    """One commit for each patch; what is left to do is noted when one does not apply."""
+    state = repo.state()
+    for done, name in enumerate(pending):
+        repo.write_state(state.with_(head=repo.head(), pending=pending[done:]))
+        patch = parse_patch(series / name)
+        apply_series(repo.folder, [patch], allow_offset=True)
         repo.stage()
-        repo.commit(patch.header, pending.pop(0))
+        repo.commit(patch.header, name)
     digest = series_sha256(series) if series.is_dir() else ""
     repo.write_state(state.with_(head=repo.head(), series_sha256=digest, pending=()))
-    return Edited(folder=repo.folder, patches=len(repo.commits()))
+    return len(repo.commits())
+
+
+def _by_hand(error: PatchError, folder: Path, series: Path) -> PatchError:
+    pending = PatchRepo(folder).state().pending
+    return PatchError(
+        f"{error.message}\n  the patches before it are commits in {folder}",
+        f"there: git apply --reject {(series / pending[0]).resolve()}, do the rest by hand, "
+        f"then `nox -s patch -- edit {series.name}` goes on",
+    )
 
 
 def refresh(workspace: Workspace, package: str, *, new: str = "") -> Refreshed:

@@ -39,7 +39,7 @@ _CONFIG = {
 }
 # The source's own .gitattributes must not rewrite line ends or run filters; this file goes before them.
 _ATTRIBUTES = "* -text -ident !eol !filter !working-tree-encoding !diff !merge\n"
-_EXCLUDE = "__pycache__/\n*.pyc\n.pytest_cache/\n.mypy_cache/\n.ruff_cache/\n*.orig\n*.rej\n"
+_EXCLUDE = "__pycache__/\n*.pyc\n.pytest_cache/\n.mypy_cache/\n.ruff_cache/\n*.orig\n*.rej\n.*.dsv32-new\n"
 _DIFF = (
     "diff",
     *("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--full-index"),

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -147,11 +148,17 @@ def test_two_folders_and_file_names_give_the_same_bytes(wheel, series, tmp_path)
     assert first.path.name == second.path.name
 
 
-def test_an_sdist_gives_the_same_bytes_from_two_folders(series, tmp_path):
+def test_an_sdist_gives_the_same_bytes_for_another_folder_umask_and_time_zone(series, tmp_path, monkeypatch):
     source = make_sdist(tmp_path / "pkg-1.0.tar.gz")
     first = patch_wheel(source, series, tmp_path / "a", epoch=EPOCH)
     stored = Path(shutil.copy(source, tmp_path / "stored"))
-    second = patch_wheel(stored, series, tmp_path / "b", epoch=EPOCH)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0o077)
+    try:
+        second = patch_wheel(stored, series, tmp_path / "b", epoch=EPOCH)
+    finally:
+        os.umask(before)
     assert first.path.read_bytes() == second.path.read_bytes()
     assert contents(first.path)["pkg/mod.py"] == MODULE.replace(b"line 5\n", b"line five\n")
 
