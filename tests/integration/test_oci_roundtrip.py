@@ -165,9 +165,12 @@ def canonical_image(export, folder):
     return write_layout(folder / "layout", layers, config, "test"), folder / "layout"
 
 
+# vfs keeps these through the third step; overlay takes them apart there, and the canonical image links them.
+LINKED = [[b"/another", b"/one"], [b"/bin/alias", b"/bin/tool", b"/d/tool2", b"/d/tool3"]]
+
+
 def expected(files):
-    found, groups = files
-    return {path: what for path, what in found.items() if not path.startswith(b"/tmp/")}, groups
+    return {path: what for path, what in files[0].items() if not path.startswith(b"/tmp/")}, LINKED
 
 
 def test_an_image_comes_back_from_the_engine_as_it_was_built(tmp_path, engine):
