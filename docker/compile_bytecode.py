@@ -24,7 +24,9 @@ def main(prefix: str) -> int:
     for share in range(SHARES):
         if len(running) >= (os.cpu_count() or 1):
             failed += running.pop(0).wait() != 0
-        process = subprocess.Popen([sys.executable, "-I", __file__, "--share"], stdin=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-I", __file__, "--share"], stdin=subprocess.PIPE, text=True
+        )
         assert process.stdin is not None
         process.stdin.write("\n".join(sources[share::SHARES]))
         process.stdin.close()
@@ -36,7 +38,11 @@ def missing(top: str) -> list[str]:
     """Sources without bytecode beside them."""
     found = []
     for folder, _, names in os.walk(top):
-        cached = set(os.listdir(os.path.join(folder, "__pycache__"))) if "__pycache__" in os.listdir(folder) else set()
+        cached = (
+            set(os.listdir(os.path.join(folder, "__pycache__")))
+            if "__pycache__" in os.listdir(folder)
+            else set()
+        )
         tag = sys.implementation.cache_tag
         found += [
             os.path.join(folder, name)
@@ -50,7 +56,9 @@ def compile_share() -> int:
     """Compile the files named on standard input; files that are not Python 3 are left alone."""
     for source in sys.stdin.read().split("\n"):
         try:
-            py_compile.compile(source, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+            py_compile.compile(
+                source, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+            )
         except (py_compile.PyCompileError, UnicodeDecodeError, ValueError):
             # Templates and test data of other languages' versions; an import would say so itself.
             continue

@@ -31,7 +31,8 @@ def pytest_runtest_makereport(item, call):
             reason = str(call.excinfo.value).splitlines()[0][:200] if call.excinfo else "failed"
         item.config.stash[_REPORT].append(
             {
-                "name": report.nodeid.split("/")[-1],
+                "file": item.path.name,
+                "name": item.name,
                 "outcome": report.outcome,
                 "seconds": round(report.duration, 3),
                 "measured": dict(report.user_properties),

@@ -12,13 +12,15 @@ import typer
 from dsv32_image import build as build_step
 from dsv32_image import engine as engines
 from dsv32_image import lock as lock_step
+from dsv32_image import patch_cli
 from dsv32_image.config import Config, load_config
 from dsv32_image.errors import ImageError, UsageError
 from dsv32_image.fetch_step import bring
 from dsv32_image.files import disk_full_is_clear
 from dsv32_image.layers import LayerCache
-from dsv32_image.lockfile import read_lock, stale_rows
+from dsv32_image.lockfile import Dist, read_lock, stale_rows
 from dsv32_image.smoke_step import run_smoke
+from dsv32_image.stages import BuildRequest, ContextRequest
 from dsv32_image.store import Store, cache_home
 from dsv32_image.ui import Ui
 
@@ -34,8 +36,11 @@ app = typer.Typer(
     help="Reproducible container build for training DeepSeek-V3.2 on Megatron-Core.",
 )
 
+app.add_typer(patch_cli.app, name="patch")
+
 VariantOption = Annotated[
-    str | None, typer.Option("--variant", help="cpu or cu130; default: cu130 where an NVIDIA driver answers, else cpu")
+    str | None,
+    typer.Option("--variant", help="cpu or cu130; default: cu130 where an NVIDIA driver answers, else cpu"),
 ]
 EngineOption = Annotated[
     str | None, typer.Option("--engine", help="docker, podman or buildah; default: the first that answers")
@@ -49,10 +54,38 @@ def project_root() -> Path:
     return Path(os.environ.get("DSV32_ROOT", ".")).resolve()
 
 
+@app.callback()
+def prepare(context: typer.Context) -> None:
+    """Reproducible container build for training DeepSeek-V3.2 on Megatron-Core."""
+    root = project_root()
+
+    def find_source(package: str) -> Path:
+        return locked_source(root, package)
+
+    context.obj = patch_cli.Workspace(patches=root / "patches", work=root / "work", find_source=find_source)
+
+
+def locked_source(root: Path, package: str) -> Path:
+    """The locked wheel or sdist of a package, fetched if the store lacks it.
+
+    Raises:
+        UsageError: Nothing of that name is locked.
+    """
+    for item in read_lock(root).files():
+        if isinstance(item, Dist) and item.name == package:
+            store = Store(cache_home())
+            bring([item], load_config(root), store, Ui(), offline=False)
+            return store.path(item.sha256)
+    raise UsageError(
+        f"versions.lock has no Python package '{package}'", hint="patches/ lists those with a series"
+    )
+
+
 @app.command()
 def lock(
     upgrade: Annotated[
-        list[str] | None, typer.Argument(help="With --upgrade: only these packages move.", metavar="[NAME]...")
+        list[str] | None,
+        typer.Argument(help="With --upgrade: only these packages move.", metavar="[NAME]..."),
     ] = None,
     *,
     upgrade_all: Annotated[
@@ -78,7 +111,9 @@ def lock(
 
 
 @app.command()
-def fetch(*, variant: VariantOption = None, offline: OfflineOption = False, verbose: VerboseOption = False) -> None:
+def fetch(
+    *, variant: VariantOption = None, offline: OfflineOption = False, verbose: VerboseOption = False
+) -> None:
     """Bring every locked file into the store, checked while it streams."""
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
@@ -93,7 +128,9 @@ def build(
     variant: VariantOption = None,
     engine: EngineOption = None,
     offline: OfflineOption = False,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Make every layer anew; only the store is used.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Make every layer anew; only the store is used.")
+    ] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Build the image, write it to dist/ and load it into the engine; prints its digest last."""
@@ -101,14 +138,16 @@ def build(
     config = load_config(root)
     name = _variant(config, variant, ui)
     plain = _context_request(root, config, name, ui, offline=offline)
-    request = build_step.BuildRequest(**vars(plain), engine=engines.choose(engine), fresh=no_cache)
+    request = BuildRequest(**vars(plain), engine=engines.choose(engine), fresh=no_cache)
     digest = build_step.build(request, ui)
     ui.say(f"  image  {build_step.image_tag(name)} in {request.engine.name}; OCI layout: dist/{name}")
     print(digest.manifest)
 
 
 @app.command()
-def context(*, variant: VariantOption = None, offline: OfflineOption = False, verbose: VerboseOption = False) -> None:
+def context(
+    *, variant: VariantOption = None, offline: OfflineOption = False, verbose: VerboseOption = False
+) -> None:
     """Lay out the build context for an engine of your own, root file system included."""
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
@@ -141,7 +180,10 @@ def smoke(
 
 @app.command()
 def clean(
-    *, everything: Annotated[bool, typer.Option("--all", help="Also the store and the finished layers.")] = False
+    *,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the store and the finished layers.")
+    ] = False,
 ) -> None:
     """Remove build/ and dist/; with --all also what is cached for all checkouts."""
     ui = Ui()
@@ -149,14 +191,14 @@ def clean(
         ui.say(f"  clean  {path}")
 
 
-def _context_request(root: Path, config: Config, name: str, ui: Ui, *, offline: bool) -> build_step.ContextRequest:
+def _context_request(root: Path, config: Config, name: str, ui: Ui, *, offline: bool) -> ContextRequest:
     store = Store(cache_home())
 
     def fetcher(items: Sequence[Locked]) -> None:
         bring(items, config, store, ui, offline=offline)
 
     cache = LayerCache(cache_home())
-    return build_step.ContextRequest(
+    return ContextRequest(
         root=root, config=config, variant=config.variant(name), store=store, cache=cache, fetch=fetcher
     )
 

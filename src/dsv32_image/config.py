@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 _SEPARATORS = re.compile(r"[-_.]+")
 _LAYER_KEYS = {"name", "debs", "wheels", "collect", "tree"}
 _VARIANT_KEYS = {"summary", "python-from-debs", "layers"}
-_TOP_KEYS = {"epoch", "suites", "python", "wheel-platform", "dpkg-exclude", "dpkg-include", "tools", "variants"}
+_TOP_KEYS = {
+    "epoch",
+    "suites",
+    "python",
+    "wheel-platform",
+    "dpkg-exclude",
+    "dpkg-include",
+    "tools",
+    "variants",
+}
 
 
 def normalise(name: str) -> str:

@@ -24,7 +24,9 @@ _UV_MEMBER = "/scripts/uv"
 OWN_PACKAGE = "src/dsv32"
 
 
-def patched_wheels(root: Path, lock: Lock, plans: Sequence[LayerPlan], store: Store, out: Path) -> dict[str, PatchedWheel]:
+def patched_wheels(
+    root: Path, lock: Lock, plans: Sequence[LayerPlan], store: Store, out: Path
+) -> dict[str, PatchedWheel]:
     """Step `wheels`: the patched wheel of each locked distribution that has a series, by name."""
     found = {}
     for plan in plans:
@@ -32,12 +34,21 @@ def patched_wheels(root: Path, lock: Lock, plans: Sequence[LayerPlan], store: St
             if dist.name in lock.patches:
                 with temporary_folder(out / "source") as folder:
                     source = store.place(dist, folder)
-                    found[dist.name] = patch_wheel(source, root / "patches" / dist.name, out, epoch=lock.epoch)
+                    found[dist.name] = patch_wheel(
+                        source, root / "patches" / dist.name, out, epoch=lock.epoch
+                    )
     return found
 
 
 def make_context(
-    root: Path, config: Config, lock: Lock, plans: Sequence[LayerPlan], store: Store, wheels: Path, out: Path
+    root: Path,
+    config: Config,
+    lock: Lock,
+    variant: str,
+    plans: Sequence[LayerPlan],
+    store: Store,
+    wheels: Path,
+    out: Path,
 ) -> None:
     """Lay out the build context for these layers at `out`; what was there is replaced.
 
@@ -54,7 +65,7 @@ def make_context(
             target.mkdir()
             lines = _wheel_lines(plan, store, patched, target)
             if plan.config.tree:
-                lines += _own_files(root, config, lock, plan, plans, target)
+                lines += _own_files(root, config, lock, variant, plan, target)
             (target / "requirements.txt").write_text("".join(f"{line}\n" for line in sorted(lines)))
         shutil.rmtree(out, ignore_errors=True)
         folder.rename(out)
@@ -74,7 +85,9 @@ def _tools(root: Path, config: Config, lock: Lock, store: Store, folder: Path) -
         wheel.unlink()
 
 
-def _wheel_lines(plan: LayerPlan, store: Store, patched: Mapping[str, PatchedWheel], folder: Path) -> list[str]:
+def _wheel_lines(
+    plan: LayerPlan, store: Store, patched: Mapping[str, PatchedWheel], folder: Path
+) -> list[str]:
     lines = []
     for dist in plan.section.wheels:
         if wheel := patched.get(dist.name):
@@ -87,7 +100,7 @@ def _wheel_lines(plan: LayerPlan, store: Store, patched: Mapping[str, PatchedWhe
 
 
 def _own_files(
-    root: Path, config: Config, lock: Lock, plan: LayerPlan, plans: Sequence[LayerPlan], folder: Path
+    root: Path, config: Config, lock: Lock, variant: str, plan: LayerPlan, folder: Path
 ) -> list[str]:
     """The project's own part: the package as a wheel, folders as files, and what the image says of itself."""
     lines = []
@@ -105,6 +118,6 @@ def _own_files(
             copy_stream(path, target)
     copy_stream(root / "docker" / "entrypoint", files / "entrypoint")
     copy_stream(root / "versions.lock", files / "versions.lock")
-    build = {"lock_digest": lock.digest, "layers": [p.config.name for p in plans]}
+    build = {"lock_digest": lock.digest, "variant": variant}
     (files / "build.json").write_text(json.dumps(build, indent=1, sort_keys=True) + "\n")
     return lines

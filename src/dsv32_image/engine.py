@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -45,8 +46,11 @@ class Engine(Protocol):
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         """Run the Dockerfile with the network off and without the engine's own cache."""
 
-    def export(self, tag: str, work: Path) -> Path:
-        """Write the image below `work`: a docker-archive file or an OCI layout folder."""
+    def export(self, tag: str, work: Path, known: Sequence[str]) -> Path:
+        """Write the image below `work`: a docker-archive file or an OCI layout folder.
+
+        Layers whose diff_id is in `known` will not be read and may be empty.
+        """
 
     def image_id(self, tag: str) -> str:
         """The config digest of the image of that tag, empty if there is none."""
@@ -76,7 +80,9 @@ def choose(name: str | None) -> Engine:
     if name:
         raise problems[0]
     reasons = "\n".join(f"  {error.message}" for error in problems)
-    raise EngineError(f"no usable container engine:\n{reasons}", hint="`sh scripts/nox` installs buildah where apt is")
+    raise EngineError(
+        f"no usable container engine:\n{reasons}", hint="`sh scripts/nox` installs buildah where apt is"
+    )
 
 
 class _CliEngine:
@@ -93,15 +99,19 @@ class _CliEngine:
         write_docker_archive(layout, archive, tag)
         try:
             proc.run(
-                [self.program, "load", "--input", archive], what=f"loading {tag} into {self.name}", error=EngineError
+                [self.program, "load", "--input", archive],
+                what=f"loading {tag} into {self.name}",
+                error=EngineError,
             )
         finally:
             archive.unlink(missing_ok=True)
 
-    def export(self, tag: str, work: Path) -> Path:
+    def export(self, tag: str, work: Path, known: Sequence[str]) -> Path:
         archive = work / "export.tar"
         proc.run(
-            [self.program, "save", "--output", archive, tag], what=f"saving {tag} from {self.name}", error=EngineError
+            [self.program, "save", "--output", archive, tag],
+            what=f"saving {tag} from {self.name}",
+            error=EngineError,
         )
         return archive
 
@@ -133,7 +143,16 @@ class DockerEngine(_CliEngine):
     name = "docker"
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [self.program, "build", "--network", "none", "--no-cache", "--pull=false", "--progress", "plain"]
+        command = [
+            self.program,
+            "build",
+            "--network",
+            "none",
+            "--no-cache",
+            "--pull=false",
+            "--progress",
+            "plain",
+        ]
         command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
         env = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
         proc.run(command, what="docker build", error=BuildError, env=env, log=log)
@@ -145,7 +164,16 @@ class PodmanEngine(_CliEngine):
     name = "podman"
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [self.program, "build", "--network", "none", "--no-cache", "--pull=never", "--format", "oci"]
+        command = [
+            self.program,
+            "build",
+            "--network",
+            "none",
+            "--no-cache",
+            "--pull=never",
+            "--format",
+            "oci",
+        ]
         command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
         proc.run(command, what="podman build", error=BuildError, log=log)
 
@@ -174,12 +202,25 @@ class BuildahEngine:
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         command = [self.program, "build", "--isolation", self._isolation, "--pull-never", "--layers=false"]
-        command += ["--format", "oci", "--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
+        command += [
+            "--format",
+            "oci",
+            "--file",
+            str(dockerfile),
+            "--tag",
+            tag,
+            *_build_args(args),
+            str(context),
+        ]
         proc.run([*self._network_off(), *command], what="buildah build", error=BuildError, log=log)
 
-    def export(self, tag: str, work: Path) -> Path:
+    def export(self, tag: str, work: Path, known: Sequence[str]) -> Path:
         folder = work / "export"
-        shutil.rmtree(folder, ignore_errors=True)
+        blobs = folder / "blobs" / "sha256"
+        blobs.mkdir(parents=True)
+        for diff_id in known:
+            # A blob that is there is not copied again, and nobody reads these.
+            (blobs / diff_id.removeprefix("sha256:")).touch()
         command = [self.program, "push", "--quiet", "--disable-compression", tag, f"oci:{folder}"]
         proc.run(command, what=f"exporting {tag} from buildah's storage", error=EngineError)
         return folder
@@ -194,7 +235,9 @@ class BuildahEngine:
 
     def run(self, request: RunRequest) -> int:
         container = proc.run(
-            [self.program, "from", "--pull-never", request.image], what=f"starting {request.image}", error=EngineError
+            [self.program, "from", "--pull-never", request.image],
+            what=f"starting {request.image}",
+            error=EngineError,
         ).strip()
         try:
             command = [self.program, "run", "--isolation", self._isolation]
@@ -208,11 +251,12 @@ class BuildahEngine:
             subprocess.run([self.program, "rm", container], capture_output=True, check=False)
 
     def _network_off(self) -> list[str]:
-        # chroot isolation shares the caller's network, so the caller must have none.
+        # chroot isolation shares the caller's network, so the caller must have none but loopback.
         if self._isolation != "chroot":
             return []
-        unshare = proc.require("unshare", "util-linux")
-        return [unshare, "--net"] if os.geteuid() == 0 else [unshare, "--net", "--map-root-user"]
+        unshare = [proc.require("unshare", "util-linux"), "--net"]
+        unshare += [] if os.geteuid() == 0 else ["--map-root-user"]
+        return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
 
 
 def _build_args(args: Mapping[str, str]) -> list[str]:
@@ -248,7 +292,9 @@ def _check_docker(program: str) -> str:
         )
     client, server = done.stdout.split()
     if _version(server) < _OLDEST_DOCKER:
-        raise EngineError(f"docker: daemon {server} is too old", hint="20.10 or newer is needed for BuildKit mounts")
+        raise EngineError(
+            f"docker: daemon {server} is too old", hint="20.10 or newer is needed for BuildKit mounts"
+        )
     if _version(client)[0] >= _BUILDX_SPLIT:
         buildx = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
         if buildx.returncode != 0:
@@ -279,7 +325,9 @@ def _answer(program: str, name: str) -> str:
     done = subprocess.run([program, "info"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-        raise EngineError(f"{name}: {program} does not work here: {reason}", hint=f"run `{name} info` to see more")
+        raise EngineError(
+            f"{name}: {program} does not work here: {reason}", hint=f"run `{name} info` to see more"
+        )
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     return version.strip()
 

@@ -46,7 +46,12 @@ def make_client() -> httpx.Client:
 
 
 def fetch_all(
-    store: Store, sources: Sequence[Source], ui: Ui, *, client: httpx.Client, pause: Callable[[float], None] = time.sleep
+    store: Store,
+    sources: Sequence[Source],
+    ui: Ui,
+    *,
+    client: httpx.Client,
+    pause: Callable[[float], None] = time.sleep,
 ) -> int:
     """Download what the store lacks, several at a time. Returns the number of bytes received.
 
@@ -59,7 +64,9 @@ def fetch_all(
     guard = threading.Lock()
     stop = threading.Event()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=ui.console, transient=True, disable=not ui.console.is_terminal) as progress:
+    with Progress(
+        *columns, console=ui.console, transient=True, disable=not ui.console.is_terminal
+    ) as progress:
         total = sum(s.item.size for s in sources)
         bar = progress.add_task(f"{len(sources)} files", total=total)
 

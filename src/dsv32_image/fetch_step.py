@@ -47,7 +47,9 @@ def _sources(missing: Sequence[Locked], config: Config) -> list[Source]:
     sources = []
     if debs:
         mirrors = resolve_debs.host_mirrors()
-        sources += [Source(item=d, url=f"{mirrors.base(d.archive)}/{quote(d.path, safe='/+~')}") for d in debs]
+        sources += [
+            Source(item=d, url=f"{mirrors.base(d.archive)}/{quote(d.path, safe='/+~')}") for d in debs
+        ]
     urls = resolve_wheels.urls(config, dists) if dists else {}
     for dist in dists:
         if dist.sha256 not in urls:

@@ -122,7 +122,8 @@ def only_one(path: Path, *, wait: bool = False) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             raise BusyError(
-                f"another build runs in this folder (process {holder})", hint="wait for it to end and run it again"
+                f"another build runs in this folder (process {holder})",
+                hint="wait for it to end and run it again",
             ) from None
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dsv32_image import wheels
 from dsv32_image.files import sha256_file, sha256_parts, temporary_folder, tree_digest, write_atomic
 from dsv32_image.oci import LayerBlob, NamedLayer, Tree
+from dsv32_image.own_wheel import project_version
 from dsv32_image.rootfs import rootfs_key
 
 if TYPE_CHECKING:
@@ -47,13 +48,16 @@ def plan_layers(root: Path, config: Config, variant: VariantConfig, lock: Lock) 
             key = rootfs_key(config, section.debs)
         else:
             key = sha256_parts(
-                plans[-1].key, f"layer {FORMAT} {layer.name} {config.epoch}", *toolkit, *_contents(root, layer, section, lock)
+                plans[-1].key,
+                f"layer {FORMAT} {layer.name} {config.epoch}",
+                *toolkit,
+                *_contents(root, variant.name, layer, section, lock),
             )
         plans.append(LayerPlan(name=layer.name, key=key, section=section, config=layer))
     return tuple(plans)
 
 
-def _contents(root: Path, layer: LayerConfig, section: LayerLock, lock: Lock) -> list[str]:
+def _contents(root: Path, variant: str, layer: LayerConfig, section: LayerLock, lock: Lock) -> list[str]:
     parts = []
     for dist in section.wheels:
         parts += [dist.name, dist.sha256]
@@ -62,7 +66,7 @@ def _contents(root: Path, layer: LayerConfig, section: LayerLock, lock: Lock) ->
     for folder in layer.tree:
         parts += [folder, tree_digest(root / folder)]
     if layer.tree:
-        parts += [sha256_file(root / "docker" / "entrypoint"), lock.digest]
+        parts += [sha256_file(root / "docker" / "entrypoint"), lock.digest, variant, project_version(root)]
     return parts
 
 
@@ -101,7 +105,9 @@ class LayerCache:
 
     def put_start(self, plan: LayerPlan, start: Mapping[str, object]) -> None:
         """Note beside the last layer what a container starts with (ENV, USER, ENTRYPOINT of the Dockerfile)."""
-        write_atomic(self.home / plan.key / "start.json", json.dumps(start, indent=1, sort_keys=True).encode())
+        write_atomic(
+            self.home / plan.key / "start.json", json.dumps(start, indent=1, sort_keys=True).encode()
+        )
 
     def start(self, plan: LayerPlan) -> dict[str, object] | None:
         """What `put_start` noted."""

@@ -9,7 +9,7 @@ from dsv32_image import resolve_debs, resolve_wheels
 from dsv32_image.config import normalise
 from dsv32_image.errors import LockEditedError, LockMissingError, UsageError
 from dsv32_image.families import check_families
-from dsv32_image.lockfile import LayerLock, Lock, read_lock, write_lock
+from dsv32_image.lockfile import Deb, Dist, LayerLock, Lock, read_lock, write_lock
 from dsv32_image.patching import series_sha256
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ def _check_names(old: Lock | None, moving: set[str] | None) -> None:
     known = {normalise(name.rsplit("/", 1)[-1]) for name in _versions(old)}
     if unknown := sorted(moving - known):
         raise UsageError(
-            f"nothing named '{unknown[0]}' is locked, so it cannot be upgraded", hint="versions.lock lists the names"
+            f"nothing named '{unknown[0]}' is locked, so it cannot be upgraded",
+            hint="versions.lock lists the names",
         )
 
 
@@ -131,7 +132,8 @@ def _versions(lock: Lock) -> dict[str, str]:
     found = {f"tools/{d.name}": d.version for d in lock.tools}
     for variant, layers in lock.variants.items():
         for layer in layers:
-            for item in (*layer.debs, *layer.wheels):
+            items: list[Deb | Dist] = [*layer.debs, *layer.wheels]
+            for item in items:
                 found[f"{variant}/{layer.name}/{item.name}"] = item.version
     found.update({f"patches/{name}": sha[:12] for name, sha in lock.patches.items()})
     return found

@@ -84,7 +84,9 @@ class Lock:
             LockMissingError: The lock has no section for it.
         """
         if name not in self.variants:
-            raise LockMissingError(f"{LOCK_NAME} has no section for variant '{name}'", hint="run `nox -s lock`")
+            raise LockMissingError(
+                f"{LOCK_NAME} has no section for variant '{name}'", hint="run `nox -s lock`"
+            )
         return self.variants[name]
 
     def files(self, variant: str | None = None) -> Iterator[Deb | Dist]:
@@ -96,7 +98,8 @@ class Lock:
             yield item
         for name in names:
             for layer in self.variant(name):
-                for file in (*layer.debs, *layer.wheels):
+                files: list[Deb | Dist] = [*layer.debs, *layer.wheels]
+                for file in files:
                     if file.sha256 not in seen:
                         seen.add(file.sha256)
                         yield file
@@ -177,7 +180,8 @@ def require_fresh(lock: Lock, config: Config, patches: Mapping[str, str]) -> Non
         what, locked, now = rows[0]
         more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
         raise LockStaleError(
-            f"{LOCK_NAME} is older than its inputs: {what} is {now}, locked {locked}{more}", hint="run `nox -s lock`"
+            f"{LOCK_NAME} is older than its inputs: {what} is {now}, locked {locked}{more}",
+            hint="run `nox -s lock`",
         )
 
 

@@ -31,7 +31,9 @@ def make_own_wheel(root: Path, out_dir: Path, *, epoch: int) -> PatchedWheel:
         for path in tree_files(source)
     }
     info = f"dsv32-{version}.dist-info"
-    files[f"{info}/METADATA"] = FileState(f"Metadata-Version: 2.1\nName: dsv32\nVersion: {version}\n".encode())
+    files[f"{info}/METADATA"] = FileState(
+        f"Metadata-Version: 2.1\nName: dsv32\nVersion: {version}\n".encode()
+    )
     files[f"{info}/WHEEL"] = FileState(_WHEEL.encode())
     path = out_dir / f"dsv32-{version}-py3-none-any.whl"
     pack_wheel(with_record(files, info), path, epoch)

@@ -26,7 +26,8 @@ def require(program: str, package: str) -> str:
     found = shutil.which(program)
     if not found:
         raise ToolMissingError(
-            f"'{program}' is not installed", hint=f"apt-get install {package}  (`sh scripts/nox` does it where apt is)"
+            f"'{program}' is not installed",
+            hint=f"apt-get install {package}  (`sh scripts/nox` does it where apt is)",
         )
     return found
 

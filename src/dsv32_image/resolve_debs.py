@@ -102,7 +102,9 @@ def resolve(
     """
     apt = proc.require("apt-get", "apt (Debian or Ubuntu; elsewhere use the lock as it is)")
     if not KEYRING.exists():
-        raise ToolMissingError("Debian's archive keys are not installed", hint="apt-get install debian-archive-keyring")
+        raise ToolMissingError(
+            "Debian's archive keys are not installed", hint="apt-get install debian-archive-keyring"
+        )
     with tempfile.TemporaryDirectory(prefix="dsv32-apt-") as name:
         root = Path(name)
         config = _private_apt(root, suites, mirrors, keep)
@@ -146,7 +148,9 @@ def _private_apt(root: Path, suites: Iterable[str], mirrors: Mirrors, keep: Mapp
     pins = [f"Package: {n}\nPin: version {v}\nPin-Priority: 1001\n\n" for n, v in sorted(keep.items())]
     (root / "etc/preferences").write_text("".join(pins))
     # The host's proxies and certificates go along; its sources, pins and architectures do not.
-    dump = subprocess.run(["apt-config", "dump", "Acquire"], capture_output=True, text=True, check=False).stdout
+    dump = subprocess.run(
+        ["apt-config", "dump", "Acquire"], capture_output=True, text=True, check=False
+    ).stdout
     transport = ("Acquire::http", "Acquire::https", "Acquire::ftp", "Acquire::socks")
     acquire = "".join(f"{line}\n" for line in dump.splitlines() if line.startswith(transport))
     settings = f"""

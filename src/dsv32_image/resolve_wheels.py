@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _NEVER = "sys_platform == 'never'"
-_NETWORK_WORDS = ("Failed to fetch", "error sending request", "Network is", "Connect", "dns error", "timed out")
+_NETWORK_WORDS = (
+    "Failed to fetch",
+    "error sending request",
+    "Network is",
+    "Connect",
+    "dns error",
+    "timed out",
+)
 
 
 def uv_program() -> str:
@@ -83,7 +90,9 @@ def urls(config: Config, dists: Iterable[Dist]) -> dict[str, str]:
         try:
             found = compile_requirements(config, list(group.values()), (), {}, no_deps=True, every_file=True)
         except ResolveError as error:
-            raise DownloadError(error.message, hint="`nox -s lock -- --upgrade` locks what the index has now") from None
+            raise DownloadError(
+                error.message, hint="`nox -s lock -- --upgrade` locks what the index has now"
+            ) from None
         by_sha.update({dist.sha256: url for dist, url in found})
     return by_sha
 
@@ -108,7 +117,16 @@ def compile_requirements(
         # uv prefers the versions of an existing output file, which is what keeping means.
         if keep:
             (folder / "pylock.toml").write_text(_preferences(keep))
-        command = [uv_program(), "pip", "compile", "in.txt", "--output-file", "pylock.toml", "--format", "pylock.toml"]
+        command = [
+            uv_program(),
+            "pip",
+            "compile",
+            "in.txt",
+            "--output-file",
+            "pylock.toml",
+            "--format",
+            "pylock.toml",
+        ]
         command += ["--python-version", config.python, "--python-platform", config.wheel_platform]
         command += ["--override", "overrides.txt", "--no-header", "--quiet"]
         command += ["--no-deps"] if no_deps else []
@@ -116,7 +134,9 @@ def compile_requirements(
         if done.returncode != 0:
             raise _uv_error(done.stderr)
         document = tomllib.loads((folder / "pylock.toml").read_text())
-    return [entry for package in document.get("packages", ()) for entry in _files(config, package, every_file)]
+    return [
+        entry for package in document.get("packages", ()) for entry in _files(config, package, every_file)
+    ]
 
 
 def _preferences(keep: Mapping[str, str]) -> str:
@@ -205,7 +225,9 @@ def _best(config: Config, wheels: list[dict[str, Any]]) -> dict[str, Any]:
 
     def place(file: dict[str, Any]) -> tuple[int, str]:
         name = _file_name(file)
-        return min((rank.get(tag, len(order)) for tag in parse_wheel_filename(name)[3]), default=len(order)), name
+        return min(
+            (rank.get(tag, len(order)) for tag in parse_wheel_filename(name)[3]), default=len(order)
+        ), name
 
     return min(wheels, key=place)
 

@@ -55,7 +55,14 @@ rm -f etc/shadow.new etc/shadow- etc/passwd- etc/group- etc/gshadow- var/cache/d
 
 def rootfs_key(config: Config, debs: Sequence[Deb]) -> str:
     """What the root file system depends on, as a hash."""
-    parts = [f"rootfs {FORMAT}", str(config.epoch), _CUSTOMIZE, *config.dpkg_exclude, "--", *config.dpkg_include]
+    parts = [
+        f"rootfs {FORMAT}",
+        str(config.epoch),
+        _CUSTOMIZE,
+        *config.dpkg_exclude,
+        "--",
+        *config.dpkg_include,
+    ]
     return sha256_parts(*parts, *(deb.sha256 for deb in debs))
 
 
@@ -68,7 +75,11 @@ def make_rootfs(config: Config, debs: Sequence[Deb], store: Store, out: Path, lo
         OfflineError, HashMismatchError: See `Store.place`.
     """
     mmdebstrap = proc.require("mmdebstrap", "mmdebstrap")
-    with temporary_folder(out.with_name("rootfs-work")) as work, disk_full_is_clear(out), temporary_file(out) as tar:
+    with (
+        temporary_folder(out.with_name("rootfs-work")) as work,
+        disk_full_is_clear(out),
+        temporary_file(out) as tar,
+    ):
         work.chmod(0o755)  # apt's user and a user namespace read from here
         repository = work / "debs"
         repository.mkdir()
@@ -82,7 +93,12 @@ def make_rootfs(config: Config, debs: Sequence[Deb], store: Store, out: Path, lo
         command += [f"--dpkgopt=path-exclude={p}" for p in config.dpkg_exclude]
         command += [f"--dpkgopt=path-include={p}" for p in config.dpkg_include]
         # The packages were checked against the lock; there is no signature on our own folder.
-        command += [f"--customize-hook={hook}", "trixie", str(tar), f"deb [trusted=yes] copy://{repository} ./"]
+        command += [
+            f"--customize-hook={hook}",
+            "trixie",
+            str(tar),
+            f"deb [trusted=yes] copy://{repository} ./",
+        ]
         env = {
             "SOURCE_DATE_EPOCH": str(config.epoch),
             "EPOCH_DAY": str(config.epoch // 86400),
@@ -92,7 +108,12 @@ def make_rootfs(config: Config, debs: Sequence[Deb], store: Store, out: Path, lo
             "TMPDIR": str(work),
         }
         proc.run(
-            command, what="mmdebstrap", error=BuildError, env=env, log=log, hint=f"see {log}; a full disk shows there too"
+            command,
+            what="mmdebstrap",
+            error=BuildError,
+            env=env,
+            log=log,
+            hint=f"see {log}; a full disk shows there too",
         )
         tar.replace(out)
 

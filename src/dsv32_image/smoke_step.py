@@ -8,10 +8,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dsv32_image.build import image_tag
 from dsv32_image.engine import RunRequest
 from dsv32_image.errors import EngineError
 from dsv32_image.files import temporary_folder, write_atomic
+from dsv32_image.identity import image_tag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,14 +35,28 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
     report_path = root / "dist" / f"{variant}.{REPORT}"
     with temporary_folder(root / "build" / variant / "smoke") as folder:
         folder.chmod(0o777)  # the image's user is not this one
-        pytest = ["-m", "pytest", "-p", "no:cacheprovider", "--color=yes" if ui.console.is_terminal else "--color=no"]
+        pytest = [
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--color=yes" if ui.console.is_terminal else "--color=no",
+        ]
         if engine is None:
-            command = [sys.executable, *pytest, str(root / "smoke"), f"--smoke-report={folder / REPORT}", *words]
+            command = [
+                sys.executable,
+                *pytest,
+                str(root / "smoke"),
+                f"--smoke-report={folder / REPORT}",
+                *words,
+            ]
             code = subprocess.run(command, check=False, cwd=root).returncode
         else:
             tag = image_tag(variant)
             if not engine.image_id(tag):
-                raise EngineError(f"{tag} is not in {engine.name}", hint=f"run `nox -s build -- --variant {variant}`")
+                raise EngineError(
+                    f"{tag} is not in {engine.name}", hint=f"run `nox -s build -- --variant {variant}`"
+                )
             ui.say(f"  smoke  {tag} in {engine.description}")
             request = RunRequest(
                 image=tag,
@@ -66,15 +80,35 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
 
 
 def show(report: Mapping[str, Any], ui: Ui) -> None:
-    """The table of what ran: test, result, seconds, measured errors."""
-    rows = [
-        (
-            test["name"],
-            test["outcome"],
-            f"{test['seconds']:.1f}",
-            ", ".join(f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in test["measured"].items())
-            or test.get("reason", ""),
-        )
-        for test in report["tests"]
-    ]
-    ui.table(f"smoke: {report['where']}", ("test", "result", "s", "measured"), rows, out=True)
+    """The table of what ran, a row a test: its cases by outcome and the largest error of any."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for test in report["tests"]:
+        groups.setdefault(f"{test['file']}::{test['name'].split('[')[0]}", []).append(test)
+    rows = []
+    for name, cases in groups.items():
+        seconds = sum(case["seconds"] for case in cases)
+        rows.append((name, _outcomes(cases), f"{seconds:.1f}", _largest(cases)))
+    ui.table(
+        f"smoke: {report['where']}", ("test", "cases", "s", "measured (largest), or why not"), rows, out=True
+    )
+    print(_outcomes(report["tests"], always=("passed", "failed", "skipped")))
+
+
+def _outcomes(cases: Sequence[Mapping[str, Any]], always: Sequence[str] = ()) -> str:
+    found = [case["outcome"] for case in cases]
+    return ", ".join(
+        f"{found.count(o)} {o}" for o in ("passed", "failed", "skipped") if o in found or o in always
+    )
+
+
+def _largest(cases: Sequence[Mapping[str, Any]]) -> str:
+    reasons = [case["reason"] for case in cases if case["reason"]]
+    if reasons:
+        return str(reasons[0])
+    errors = {
+        (value, key) for case in cases for key, value in case["measured"].items() if isinstance(value, float)
+    }
+    if errors:
+        value, key = max(errors)
+        return f"{value:.1e} {key}"
+    return ", ".join(f"{value} {key}" for case in cases for key, value in case["measured"].items())

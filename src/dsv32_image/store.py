@@ -68,7 +68,8 @@ class Store:
             total = sum(item.size for item in absent)
             raise OfflineError(
                 f"{len(absent)} of the locked files are not in the store ({total} bytes), first: {absent[0].file}",
-                hint="run `nox -s fetch` without --offline, or copy the store of another machine to " + str(self.home),
+                hint="run `nox -s fetch` without --offline, or copy the store of another machine to "
+                + str(self.home),
             )
 
     def place(self, item: Locked, folder: Path) -> Path:

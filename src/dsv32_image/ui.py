@@ -43,7 +43,9 @@ class Ui:
             self.times[name] = self.times.get(name, 0.0) + took
         self.say(f"{'':>7}  {took:.1f} s")
 
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, out: bool = False) -> None:
+    def table(
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, out: bool = False
+    ) -> None:
         """A table, on standard output if it is the result that was asked for."""
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in columns:
