@@ -54,7 +54,8 @@ def where():
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     inside = "image" if SHARE.exists() else "no container"
-    return f"{inside}, Python {platform.python_version()}, torch {torch.__version__}, {device}, uid {os.getuid()}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{inside}, {versions}, {device}, uid {os.getuid()}"
 
 
 SHARE = Path("/opt/dsv32/share")

@@ -17,6 +17,7 @@ from dsv32_image.config import Config, load_config
 from dsv32_image.errors import ImageError, UsageError
 from dsv32_image.fetch_step import bring
 from dsv32_image.files import disk_full_is_clear
+from dsv32_image.identity import image_tag
 from dsv32_image.layers import LayerCache
 from dsv32_image.lockfile import Dist, read_lock, stale_rows
 from dsv32_image.smoke_step import run_smoke
@@ -140,7 +141,7 @@ def build(
     plain = _context_request(root, config, name, ui, offline=offline)
     request = BuildRequest(**vars(plain), engine=engines.choose(engine), fresh=no_cache)
     digest = build_step.build(request, ui)
-    ui.say(f"  image  {build_step.image_tag(name)} in {request.engine.name}; OCI layout: dist/{name}")
+    ui.say(f"  image  {image_tag(name)} in {request.engine.name}; OCI layout: dist/{name}")
     print(digest.manifest)
 
 

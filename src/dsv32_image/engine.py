@@ -300,7 +300,7 @@ def _check_docker(program: str) -> str:
         if buildx.returncode != 0:
             raise EngineError(
                 f"docker: client {client} ({program}) has no buildx, which it needs for BuildKit",
-                hint="install the package docker-buildx (or docker-buildx-plugin), or the client that came with the daemon",
+                hint="install docker-buildx (or docker-buildx-plugin), or the client that came with the daemon",
             )
     return f"docker {server} (client {client}, {program})"
 

@@ -135,7 +135,7 @@ def _fetch_one(
             partial.unlink()
             raise HashMismatchError(
                 f"{item.file}: wanted sha256 {item.sha256} ({item.size} bytes), got {got} ({have} bytes)",
-                hint="nothing was kept; if it comes again, the mirror changed the file: `nox -s lock -- --upgrade`",
+                hint="nothing was kept; if it comes again, the mirror changed it: `nox -s lock -- --upgrade`",
             )
         partial.replace(target)
         return
@@ -144,7 +144,7 @@ def _fetch_one(
         f"{item.file} could not be fetched from {_host(source.url)}: {problem}",
         hint="the version may be gone: `nox -s lock -- --upgrade NAME`, or copy the file into the store"
         if gone
-        else "check network, proxy and mirror settings, then run `nox -s fetch` again: it goes on where it stopped",
+        else "check network, proxy and mirror settings; `nox -s fetch` then goes on where it stopped",
     )
 
 

@@ -104,7 +104,7 @@ class LayerCache:
         return NamedLayer(name=plan.name, path=target / "layer.tar.gz", blob=blob)
 
     def put_start(self, plan: LayerPlan, start: Mapping[str, object]) -> None:
-        """Note beside the last layer what a container starts with (ENV, USER, ENTRYPOINT of the Dockerfile)."""
+        """Note beside the last layer what a container starts with (the Dockerfile's ENV, USER, …)."""
         write_atomic(
             self.home / plan.key / "start.json", json.dumps(start, indent=1, sort_keys=True).encode()
         )

@@ -49,7 +49,8 @@ rm -rf var/lib/apt/lists/* var/cache/apt/* var/log/*
 # The day of the build, in days since 1970: shadow(5) field 3.
 chroot . awk -F: -v OFS=: -v day="$EPOCH_DAY" '$3 != "" { $3 = day } { print }' etc/shadow > etc/shadow.new
 cat etc/shadow.new > etc/shadow
-rm -f etc/shadow.new etc/shadow- etc/passwd- etc/group- etc/gshadow- var/cache/debconf/*-old var/lib/dpkg/*-old
+rm -f etc/shadow.new etc/shadow- etc/passwd- etc/group- etc/gshadow-
+rm -f var/cache/debconf/*-old var/lib/dpkg/*-old
 """
 
 
@@ -126,7 +127,7 @@ def _write_repository(debs: Sequence[Deb], store: Store, folder: Path) -> None:
         control = DebFile(str(path)).debcontrol()
         if (control["Package"], control["Version"]) != (deb.name, deb.version):
             raise BuildError(
-                f"{deb.file} holds {control['Package']} {control['Version']}, locked {deb.name} {deb.version}",
+                f"{deb.file} holds {control['Package']} {control['Version']}, not {deb.name} {deb.version}",
                 hint="run `nox -s lock`",
             )
         control["Filename"] = f"./{deb.file}"

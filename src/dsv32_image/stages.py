@@ -122,6 +122,7 @@ def finish_layer(
     scans: Sequence[oci.ScannedLayer],
     folder: Path,
 ) -> NamedLayer:
+    """Write the canonical layer between two states and take it into the cache."""
     blob_path = folder / f"{plan.name}.tar.gz"
     blob = oci.write_layer(*states, scans, blob_path, epoch=request.config.epoch)
     return request.cache.put(plan, blob_path, blob, states[1])

@@ -67,7 +67,7 @@ class Store:
         if absent:
             total = sum(item.size for item in absent)
             raise OfflineError(
-                f"{len(absent)} of the locked files are not in the store ({total} bytes), first: {absent[0].file}",
+                f"{len(absent)} locked files are not in the store ({total} bytes), first: {absent[0].file}",
                 hint="run `nox -s fetch` without --offline, or copy the store of another machine to "
                 + str(self.home),
             )
