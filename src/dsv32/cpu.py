@@ -241,6 +241,13 @@ def _complete_gloo() -> None:
     dist.reduce_scatter = reduce_scatter
 
 
+def _share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Give ``target`` the bytes of ``source`` behind autograd's back; Megatron compiles C++ for it."""
+    storage, wanted = target.untyped_storage(), source.untyped_storage()
+    storage.resize_(wanted.nbytes())
+    storage.copy_(wanted)
+
+
 def _redirect_megatron() -> None:
     """Names that Megatron binds at import or builds from CUDA internals."""
     from megatron.core.tensor_parallel import random
@@ -255,6 +262,10 @@ def _redirect_megatron() -> None:
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    def share_storage() -> Callable[[torch.Tensor, torch.Tensor], None]:
+        return _share_storage
+
+    random._get_share_storage = share_storage
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
     token_dispatcher.maybe_move_tensor_to_cpu = to_host

@@ -99,6 +99,14 @@ class Trainer:
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 
+    @property
+    def plain_model(self) -> GPTModel:
+        """The model without data parallelism and precision wrappers."""
+        module: Any = self.model
+        while hasattr(module, "module"):
+            module = module.module
+        return module
+
     def accumulate(self, batches: Sequence[Batch], *, sequence_length: int) -> list[dict[str, Tensor]]:
         """Forward and backward of one global batch, gradients summed over ranks; no update.
 
