@@ -114,6 +114,7 @@ def first_step(mount):
     write(root + b"/again/gone", b"gone")
     write(root + b"/again/same", b"same")
     write(root + b"/lower", b"lower")
+    write(root + b"/big", b"".join(b"%d\n" % i for i in range(500_000)))  # more than one gzip member
     os.mkfifo(root + b"/pipe")
     os.mknod(root + b"/null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from oci_samples import CAPABILITY, EPOCH, Member, canonical, folder, listing, make_tar, scan, text, tree_of
 
-from dsv32_image.errors import DiskFullError, ImageLayoutError
+from dsv32_image.errors import BuildError, DiskFullError, ImageLayoutError
 from dsv32_image.oci import gzipstream
 from dsv32_image.oci.gzipstream import CHUNK, GzipPool, inflate
 from dsv32_image.oci.layer import scan_layer, write_layer
@@ -206,9 +206,8 @@ def test_a_source_that_shrank_after_the_scan_leaves_nothing_behind(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["engine.tar"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path):
-    if not Path("/dev/full").exists():
-        pytest.skip("no /dev/full")
     with scan(tmp_path, TINY) as layer, pytest.MonkeyPatch.context() as patch:
         real = os.write
 
@@ -218,6 +217,25 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path):
         patch.setattr("dsv32_image.oci.layer.GzipPool.compress", lambda *_: iter(lambda: full(0, b"x"), None))
         with pytest.raises(DiskFullError):
             write_layer(Tree(), Tree().apply(layer.change), [layer], tmp_path / "out", epoch=EPOCH)
+    assert [p.name for p in tmp_path.iterdir()] == ["engine.tar"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_while_unpacking_a_gzip_layer_is_said(tmp_path, monkeypatch):
+    (tmp_path / "layer").write_bytes(gzip.compress(make_tar(TINY)))
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: open("/dev/full", "r+b"))  # noqa: PTH123, SIM115
+    with pytest.raises(DiskFullError):
+        scan_layer(tmp_path / "layer")
+
+
+def test_a_killed_compressor_is_a_build_error_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    def killed(*_):
+        raise ChildProcessError("ended early with code -9")
+        yield
+
+    monkeypatch.setattr(GzipPool, "compress", killed)
+    with pytest.raises(BuildError, match="code -9"):
+        canonical(tmp_path, Tree(), TINY)
     assert [p.name for p in tmp_path.iterdir()] == ["engine.tar"]
 
 

@@ -11,12 +11,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsv32_image.errors import ImageLayoutError
+from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.oci import tarheader as tar
+from dsv32_image.oci.entry import WHITEOUT, Entry, Kind, LayerChange, show
 from dsv32_image.oci.files import replacing
 from dsv32_image.oci.gzipstream import CHUNK, GzipPool
 from dsv32_image.oci.scan import ScannedLayer, scan_layer
-from dsv32_image.oci.tree import WHITEOUT, Entry, Kind, LayerChange, Tree, diff, show
+from dsv32_image.oci.tree import Tree, diff
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -74,6 +75,7 @@ def write_layer(
     Raises:
         ImageLayoutError: Content is in none of the sources, or a name that a layer cannot express.
         DiskFullError: No space left.
+        BuildError: A compressing process was killed.
     """
     change = diff(old, new)
     plain, packed = hashlib.sha256(), hashlib.sha256()
@@ -85,11 +87,14 @@ def write_layer(
             sizes[0] += len(chunk)
             yield chunk
 
-    with GzipPool(workers) as pool, replacing(out) as file:
-        for member in pool.compress(chunks()):
-            packed.update(member)
-            sizes[1] += len(member)
-            file.write(member)
+    try:
+        with GzipPool(workers) as pool, replacing(out) as file:
+            for member in pool.compress(chunks()):
+                packed.update(member)
+                sizes[1] += len(member)
+                file.write(member)
+    except ChildProcessError as error:
+        raise BuildError(f"{out}: {error}", "out of memory? run it again") from error
     return LayerBlob(
         digest=f"sha256:{packed.hexdigest()}",
         diff_id=f"sha256:{plain.hexdigest()}",

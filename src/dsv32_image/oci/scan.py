@@ -10,13 +10,14 @@ import hashlib
 import os
 import tarfile
 import tempfile
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from dsv32_image.errors import ImageLayoutError
+from dsv32_image.oci.entry import OPAQUE, WHITEOUT, Entry, Kind, LayerChange, kept_xattrs, parent_of, show
 from dsv32_image.oci.files import disk_full
 from dsv32_image.oci.gzipstream import CHUNK, inflate
 from dsv32_image.oci.tarheader import BLOCK
-from dsv32_image.oci.tree import OPAQUE, WHITEOUT, Entry, Kind, LayerChange, kept_xattrs, parent_of, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -115,7 +116,8 @@ def scan_layer(
         file.close()
         raise ImageLayoutError(f"{path}: {error.message}", error.hint) from error
     except BaseException:
-        file.close()
+        with suppress(OSError):  # what could not be written fails again when it is flushed
+            file.close()
         raise
 
 
