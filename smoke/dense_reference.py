@@ -69,6 +69,70 @@ def select(scores: Tensor, *, top_k: int) -> Tensor:
     return chosen & causal
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def interleaved_rope(x: Tensor, *, size: int) -> Tensor:
+    """Rotate the last ``size`` channels of x [s, ..., d], channel 2i against 2i + 1 as in DeepSeek's MLA.
+
+    The result has the even channels before the odd ones; the order is the same for queries and keys and
+    cancels.
+    """
+    pairs = x[..., -size:].unflatten(-1, (size // 2, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((x[..., :-size], rope(pairs, size=size)), dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaWeights:
+    """Parameters of multi-latent attention: n heads with query/key size a + b (b with rope), value size e."""
+
+    q_down: Tensor  # [r, h]
+    q_norm: Tensor  # [r]
+    q_up: Tensor  # [n * (a + b), r]
+    kv_down: Tensor  # [c + b, h]
+    kv_norm: Tensor  # [c]
+    kv_up: Tensor  # [n * (a + e), c]
+    out: Tensor  # [h, n * e]
+
+
+def latent_attention(
+    x: Tensor,
+    mla: MlaWeights,
+    indexer: IndexerWeights,
+    *,
+    heads: int,
+    rope_size: int,
+    top_k: int,
+    eps: float,
+    sparse_loss: bool,
+) -> tuple[Tensor, Tensor]:
+    """Multi-latent attention with DSA for one sequence x [s, h]: output [s, h], KL divergence of each row [s].
+
+    Source: DeepSeek-V2 report, section 2.1.2 and appendix C, for the projections; no yarn.
+    """
+    s, rank = x.shape[0], mla.kv_norm.shape[0]
+    qr = rms_norm(x @ mla.q_down.T, mla.q_norm, eps=eps)
+    q = interleaved_rope((qr @ mla.q_up.T).view(s, heads, -1), size=rope_size)
+    latent = x @ mla.kv_down.T
+    key_rope = interleaved_rope(latent[:, rank:], size=rope_size)
+    up = (rms_norm(latent[:, :rank], mla.kv_norm, eps=eps) @ mla.kv_up.T).view(s, heads, -1)
+    nope = q.shape[-1] - rope_size
+    k = torch.cat((up[..., :nope], key_rope[:, None].expand(-1, heads, -1)), dim=-1)
+    scores = index_scores(x.detach(), qr.detach(), indexer, rope_size=rope_size, eps=eps)
+    output, divergence, _ = attend(
+        q,
+        k,
+        up[..., nope:],
+        scores,
+        top_k=top_k,
+        softmax_scale=q.shape[-1] ** -0.5,
+        sparse_loss=sparse_loss,
+    )
+    return output @ mla.out.T, divergence
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scores: Tensor, *, top_k: int, softmax_scale: float, sparse_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

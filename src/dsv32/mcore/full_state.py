@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight$")
+_GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +60,23 @@ class Piece:
 def pieces(model: GPTModel) -> Iterator[Piece]:
     """Every parameter of this rank's part of the model (unwrapped: no data parallelism around it)."""
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    for name, parameter in model.named_parameters():
+    experts = (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    for local_name, parameter in model.named_parameters():
+        name = local_name.replace(".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
+        name = _GROUPED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
         expert = _EXPERT.search(name)
         if expert is not None:
-            count = model.config.num_moe_experts // model.config.expert_model_parallel_size
-            first_expert = count * parallel_state.get_expert_model_parallel_rank()
             number = first_expert + int(expert.group(1))
-            name = _EXPERT.sub(f".experts.local_experts.{number}.", name)  # noqa: PLW2901
-        name = _LAYER.sub(lambda found: f"decoder.layers.{numbers[int(found.group(1))]}.", name)  # noqa: PLW2901
+            name = _EXPERT.sub(f".experts.local_experts.{number}.linear_fc{expert.group(2)}.weight", name)
+        name = _LAYER.sub(lambda found: f"decoder.layers.{numbers[int(found.group(1))]}.", name)
+        # Experts are never cut: megatron_config sets their tensor parallelism to 1.
         cut = expert is None and getattr(parameter, "tensor_model_parallel", False)
         yield Piece(
             name=name,
             parameter=parameter,
             dim=parameter.partition_dim if cut else None,
-            halves=2 if ".linear_fc1." in name and model.config.gated_linear_unit else 1,
+            halves=2 if name.endswith(".linear_fc1.weight") and model.config.gated_linear_unit else 1,
         )
 
 
@@ -104,6 +108,18 @@ def gather_full(model: GPTModel, read: Callable[[nn.Parameter], Tensor]) -> dict
             parts = [torch.empty_like(local) for _ in range(group.size())]
             dist.all_gather(parts, local, group=group)
         mine[piece.name] = piece.join(parts).cpu()
+    everyone: list[dict[str, Tensor] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: value for part in everyone if part is not None for name, value in part.items()}
+
+
+def gather_expert_biases(model: GPTModel) -> dict[str, Tensor]:
+    """The routers' balancing biases by global name, on CPU; alike on every rank of a stage.  Collective."""
+    mine = {
+        f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias": layer.mlp.router.expert_bias.cpu()
+        for layer in model.decoder.layers
+        if getattr(getattr(layer.mlp, "router", None), "expert_bias", None) is not None
+    }
     everyone: list[dict[str, Tensor] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {name: value for part in everyone if part is not None for name, value in part.items()}
