@@ -25,7 +25,7 @@ def main(prefix: str) -> int:
         if len(running) >= (os.cpu_count() or 1):
             failed += running.pop(0).wait() != 0
         process = subprocess.Popen(
-            [sys.executable, "-I", __file__, "--share"], stdin=subprocess.PIPE, text=True
+            [sys.executable, "-B", "-I", __file__, "--share"], stdin=subprocess.PIPE, text=True
         )
         assert process.stdin is not None
         process.stdin.write("\n".join(sources[share::SHARES]))

@@ -300,7 +300,7 @@ def _check_docker(program: str) -> str:
         if buildx.returncode != 0:
             raise EngineError(
                 f"docker: client {client} ({program}) has no buildx, which it needs for BuildKit",
-                hint="install docker-buildx (or docker-buildx-plugin), or the client that came with the daemon",
+                hint="install docker-buildx (or docker-buildx-plugin), or the daemon's own client",
             )
     return f"docker {server} (client {client}, {program})"
 

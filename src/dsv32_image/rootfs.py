@@ -35,7 +35,7 @@ rm -f etc/apt/apt.conf.d/99mmdebstrap
 # its source again. Unchecked ones differ in one header bit, and no time stamp can make them stale.
 PYTHONDONTWRITEBYTECODE=1 chroot . python3 -S -c '
 import os
-for top, _, names in os.walk("/usr/lib"):
+for top, _, names in os.walk("/usr"):
     for name in names:
         if name.endswith(".pyc"):
             with open(os.path.join(top, name), "r+b") as file:
@@ -45,7 +45,8 @@ for top, _, names in os.walk("/usr/lib"):
 '
 # Written with inode numbers and times of this machine.
 rm -f var/cache/ldconfig/aux-cache
-rm -rf var/lib/apt/lists/* var/cache/apt/* var/log/*
+rm -rf var/lib/apt/lists/* var/cache/apt/*
+find var/log -type f -delete
 # The day of the build, in days since 1970: shadow(5) field 3.
 chroot . awk -F: -v OFS=: -v day="$EPOCH_DAY" '$3 != "" { $3 = day } { print }' etc/shadow > etc/shadow.new
 cat etc/shadow.new > etc/shadow
