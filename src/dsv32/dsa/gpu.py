@@ -87,16 +87,30 @@ def widen_heads(q: Tensor, heads: int) -> Tensor:
 
 
 def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """FlashMLA sparse forward: out bf16 [sq, H, 512], lse fp32 [sq, H] (natural log, -inf without keys).
+    """Sparse forward: out bf16 [sq, H, 512], lse fp32 [sq, H] (natural log, -inf without keys).
 
-    q [sq, H, 576] with H <= 128, kv [sk, 576], indices int32 [sq, topk] with -1 for empty.
+    q [sq, H, 576] with H <= 128, kv [sk, 576], indices int32 [sq, topk] with -1 for empty. FlashMLA computes 64 heads or
+    128; our own kernel serves 32 and fewer.
     """
+    from dsv32.dsa.kernels import gather, tiles
+
+    heads = q.size(1)
+    if heads <= GATHER_HEADS:
+        return gather.forward(q.contiguous(), kv, indices.contiguous(), tiles.used(indices), scale)
+    return flash_forward(q, kv, indices, scale)
+
+
+GATHER_HEADS = 32
+
+
+def flash_forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """FlashMLA's forward, with the contract of `forward`."""
+    from dsv32.dsa.kernels import tiles
+
     heads = q.size(1)
     full = 64 if heads <= 64 else 128
     module = flash_mla()
     assert module is not None
-    from dsv32.dsa.kernels import tiles
-
     idx = pad_columns(indices, 128)
     out, _, lse = module.flash_mla_sparse_fwd(
         widen_heads(q, full), kv[:, None], idx[:, None], scale, topk_length=tiles.used(idx), use_legacy=True

@@ -125,8 +125,8 @@ def sparse_loss(
 
 
 def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
-    """cuDNN's indexer backward adds dk with atomics and has the relu built in."""
-    return not settings.deterministic and inputs.relu and gpu.cudnn_dsa() is not None and q.size(1) in (32, 64)
+    """cuDNN's indexer backward adds dk with atomics, has the relu built in, and on Hopper needs 64 heads."""
+    return not settings.deterministic and inputs.relu and gpu.cudnn_dsa() is not None and q.size(1) == 64
 
 
 def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor:
@@ -142,9 +142,7 @@ def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor
         return gpu.sparse_target(inputs.query, inputs.kv, lse, indices, inputs.scale)
     from dsv32.dsa.kernels import tiles
 
-    full = query.size(1)
-    if full != heads:
-        lse = torch.nn.functional.pad(lse, (0, full - heads), value=float("inf"))
+    lse2 = tiles.base2(torch.nn.functional.pad(lse, (0, query.size(1) - heads), value=float("inf")))
     out = torch.zeros(sq, topk, dtype=torch.float32, device=query.device)
     step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 16), 16)
     for block in blocks(inputs.bounds, step):
@@ -152,7 +150,7 @@ def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor
             continue
         rows = slice(block.lo, block.hi)
         dense = tiles.target(
-            query[rows], inputs.kv, lse[rows], inputs.bounds.starts[rows], inputs.bounds.ends[rows],
+            query[rows], inputs.kv, lse2[rows], inputs.bounds.starts[rows], inputs.bounds.ends[rows],
             block.key_lo, block.width, inputs.scale,
         )  # fmt: skip
         tiles.pick(dense, indices[rows], block.key_lo, out[rows])
@@ -160,7 +158,7 @@ def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor
 
 
 # Picoseconds of an H200 per (row, key, head) in full tiles, and per (row, chosen key) for the gathering kernel.
-TARGET_TILE_PS, TARGET_GATHER_PS = 2.5, 170.0
+TARGET_TILE_PS, TARGET_GATHER_PS = 3.4, 160.0
 
 
 def _score_gradient(
@@ -271,9 +269,6 @@ def _dense_block(
     query, heads = _padded(inputs)
     lse = tiles.statistics(query[rows], inputs.kv, starts, ends, keys.start, width, inputs.scale)
     lse[:, heads:] = float("inf")
-    target = tiles.target(query[rows], inputs.kv, lse, starts, ends, keys.start, width, inputs.scale)
-    off = inputs.bounds.causal_offset
-    if off is not None and inputs.relu and q.size(1) in (16, 32, 64) and gpu.cudnn_dsa() is not None:
-        return target, gpu.causal_scores(q[rows], k, weights[rows], off + rows.start)[:, :width]
+    target = tiles.target(query[rows], inputs.kv, tiles.base2(lse), starts, ends, keys.start, width, inputs.scale)
     first = torch.full_like(starts, keys.start)
     return target, indexer.scores(q[rows], k, weights[rows], first, ends, width, inputs.relu)

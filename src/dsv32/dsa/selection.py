@@ -58,27 +58,19 @@ def _select_gpu(
 ) -> None:
     from dsv32.dsa.kernels import indexer
 
-    sq, heads, dim = q.shape
-    sk = k.size(0)
+    sq, sk = q.size(0), k.size(0)
     lengths = bounds.lengths()
     step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 128), 128)
-    plain = bounds.causal_offset is not None and relu and heads in (16, 32, 64)
-    buffer = None if plain else torch.empty(step, -(-sk // 4) * 4, dtype=torch.float32, device=q.device)
+    buffer = torch.empty(step, -(-sk // 4) * 4, dtype=torch.float32, device=q.device)
     for lo in range(0, sq, step):
-        hi = min(lo + step, sq)
-        rows = slice(lo, hi)
-        if plain:
-            assert bounds.causal_offset is not None
-            scores = gpu.causal_scores(q[rows], k, weights[rows], bounds.causal_offset + lo)
-        else:
-            assert buffer is not None
-            scores = buffer[: hi - lo]
-            indexer.scores(q[rows], k, weights[rows], bounds.starts[rows], bounds.ends[rows], sk, relu, scores)
-        local, values = gpu.topk(scores, lengths[rows], indices.size(1))
-        if not plain:
-            # Columns count from each row's first key, so the valid ones are a prefix.
+        rows = slice(lo, min(lo + step, sq))
+        scores = buffer[: rows.stop - lo]
+        indexer.scores(q[rows], k, weights[rows], bounds.starts[rows], bounds.ends[rows], sk, relu, scores)
+        local, picked[rows] = gpu.topk(scores, lengths[rows], indices.size(1))
+        if bounds.causal_offset is None:
+            # Columns count from each row's first key, so that the valid ones are a prefix.
             local = torch.where(local >= 0, local + bounds.starts[rows, None], local)
-        indices[rows], picked[rows] = local, values
+        indices[rows] = local
 
 
 def why_torch(q: Tensor, k: Tensor, settings: Settings) -> str | None:

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-SCORES = (128, 128, 3, 8)  # tokens and keys of a tile, stages, warps
+SCORES = (128, 128, 4, 8)  # tokens and keys of a tile, stages, warps
 # Gradient of q: heads that share a tile of dI, keys in a tile, rows in a tile, stages, warps.
-GQ_HEADS, GQ_KEYS, GQ_ROWS, GQ_STAGES, GQ_WARPS = 8, 64, 128, 3, 8
+GQ_HEADS, GQ_KEYS, GQ_ROWS, GQ_STAGES, GQ_WARPS = 8, 64, 64, 3, 4
 # Gradient of k: tokens whose dI stays in registers over all heads, keys in a tile, stages, warps.
-GK_TOKENS, GK_KEYS, GK_STAGES, GK_WARPS = 64, 128, 3, 8
+GK_TOKENS, GK_KEYS, GK_STAGES, GK_WARPS = 64, 128, 4, 8
 
 
 @triton.jit

@@ -212,26 +212,27 @@ def statistics(query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: 
     return (lse2 / LOG2E).view(tokens, heads)
 
 
-def target(query: Tensor, kv: Tensor, lse: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float,
+def target(query: Tensor, kv: Tensor, lse2: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float,
            keep: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Sum over heads of exp(s - lse) at each valid (and kept) key: fp32 [tokens, width]. lse: fp32 [tokens, H]."""
+    """Sum over heads of exp(s - lse) at each valid (and kept) key: fp32 [tokens, width].
+
+    lse2: `base2(lse)`, [tokens, H]; +inf for a head that must add nothing.
+    """
     tokens = query.size(0)
     out = torch.empty(tokens, width, dtype=torch.float32, device=query.device)
-    lse2 = finite(lse).mul(LOG2E).contiguous()
     _launch(TARGET, query, kv, starts, ends, key_lo, width, scale, out, out, width, lse2=lse2, keep=keep)
     return out
 
 
-def gradients(query: Tensor, kv: Tensor, lse: Tensor, delta: Tensor, dout: Tensor, starts: Tensor, ends: Tensor,
+def gradients(query: Tensor, kv: Tensor, lse2: Tensor, delta: Tensor, dout: Tensor, starts: Tensor, ends: Tensor,
               key_lo: int, width: int, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """P and dS in the type of query, [tokens * H, width]; zero where a key is not kept."""
+    """P and dS in the type of query, [tokens * H, width]; zero where a key is not kept. lse2: `base2(lse)`."""
     rows = query.size(0) * query.size(1)
     # Rows start 128 bytes apart at least, or the matrix products that follow leave their aligned kernels.
     stride = triton.cdiv(width, 64) * 64
     p = torch.empty(rows, stride, dtype=query.dtype, device=query.device)
     ds = torch.empty_like(p)
-    lse2 = finite(lse).mul(LOG2E).contiguous()
-    _launch(GRADIENTS, query, kv, starts, ends, key_lo, width, scale, p, ds, stride, lse2=lse2, delta=delta.contiguous(),
+    _launch(GRADIENTS, query, kv, starts, ends, key_lo, width, scale, p, ds, stride, lse2=lse2, delta=delta,
             dout=dout, keep=keep)  # fmt: skip
     return p[:, :width], ds[:, :width]
 
@@ -255,6 +256,6 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def finite(lse: Tensor) -> Tensor:
-    """lse with 0 in place of an infinity: a row without keys has no valid entry, and exp(-inf - 0) is 0, not NaN."""
-    return torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
+def base2(lse: Tensor) -> Tensor:
+    """lse in base 2 with 0 for -inf: a row without keys has no valid entry, and exp(-inf - 0) is 0, not NaN."""
+    return torch.where(lse == float("-inf"), torch.zeros_like(lse), lse * LOG2E).contiguous()
