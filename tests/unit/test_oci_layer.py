@@ -16,6 +16,7 @@ from dsv32_image.errors import BuildError, DiskFullError, ImageLayoutError
 from dsv32_image.oci import gzipstream
 from dsv32_image.oci.gzipstream import CHUNK, GzipPool, inflate
 from dsv32_image.oci.layer import scan_layer, write_layer
+from dsv32_image.oci.tarheader import tar_header
 from dsv32_image.oci.tree import Tree
 
 LONG = b"d/" + b"n" * 250
@@ -135,6 +136,14 @@ def test_pax_records_stand_only_where_ustar_cannot_hold_a_value(tmp_path):
         records = {m.name: sorted(m.pax_headers) for m in tar if m.pax_headers}
     capability = ["SCHILY.xattr.security.capability"]
     assert records == {"bin/alias": capability, "bin/tool": capability, text(LONG): ["path", "uid"]}
+
+
+def test_numbers_too_large_for_ustar_are_read_back():
+    """A file of more than 8 GiB, and the user ids of large ranges for rootless engines."""
+    big = {"uid": 8**7, "gid": 2**31, "size": 9 << 30, "mtime": 8**11}
+    header = tar_header(b"big", typeflag=b"0", mode=0o644, **big)
+    with tarfile.open(fileobj=io.BytesIO(header)) as tar:
+        assert {name: getattr(tar.firstmember, name) for name in big} == big
 
 
 def test_capabilities_and_setuid_stand_on_every_name_of_a_file(tmp_path):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYER_FORMAT", "LayerBlob", "ScannedLayer", "scan_layer", "write_layer"]
 
-# Belongs into the key of every cached layer. Raise it with any change that gives a layer other bytes or a state
-# other entries: the golden digests in the tests fail on such a change.
+# Belongs into the key of every cached layer. Raise it with any change that gives a layer other bytes or a
+# state other entries: the golden digests in the tests fail on such a change.
 LAYER_FORMAT = 1
 
 _TYPEFLAGS: dict[Kind, bytes] = {
