@@ -17,6 +17,7 @@ import json
 import platform
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -56,8 +57,19 @@ class Row:
         def ratio(x: float | None) -> str:
             return "" if x is None or not self.ours else f"{x / self.ours:.2f}x"
 
-        cells = [self.operation, self.shape, num(self.ours), num(self.deterministic), num(self.public), num(self.stock),
-                 num(self.floor), ratio(self.public), ratio(self.stock), num(self.peak), self.note]  # fmt: skip
+        cells = [
+            self.operation,
+            self.shape,
+            num(self.ours),
+            num(self.deterministic),
+            num(self.public),
+            num(self.stock),
+            num(self.floor),
+            ratio(self.public),
+            ratio(self.stock),
+            num(self.peak),
+            self.note,
+        ]
         return "| " + " | ".join(cells) + " |"
 
 
@@ -127,7 +139,11 @@ class Case:
 
         sq, sk, heads = self.sq, self.sk, self.heads
         self.bounds = plan.causal_bounds(sq, sk, torch.device("cuda"))
-        self.q, self.kv, self.dout = rand(sq, heads, 576, scale=0.3), rand(sk, 576, scale=0.3), rand(sq, heads, 512)
+        self.q, self.kv, self.dout = (
+            rand(sq, heads, 576, scale=0.3),
+            rand(sk, 576, scale=0.3),
+            rand(sq, heads, 512),
+        )
         self.iq, self.ik, self.iw = rand(sq, 64, 128), rand(sk, 128), rand(sq, 64, scale=0.01)
         self.indices, self.picked = selection.select(self.iq, self.ik, self.iw, self.bounds, TOPK, SETTINGS)
         self.out, self.lse = gpu.forward(self.q, self.kv, self.indices, SCALE)
@@ -147,8 +163,15 @@ class Case:
         return int(self.bounds.lengths().sum(dtype=torch.int64))
 
     def inputs(self) -> loss.LossInputs:
-        return loss.LossInputs(query=self.q, kv=self.kv, scale=SCALE, bounds=self.bounds, lse=self.lse,
-                               indices=self.indices, picked=self.picked)  # fmt: skip
+        return loss.LossInputs(
+            query=self.q,
+            kv=self.kv,
+            scale=SCALE,
+            bounds=self.bounds,
+            lse=self.lse,
+            indices=self.indices,
+            picked=self.picked,
+        )
 
     def loss(self, sparse: bool, settings: Settings) -> Any:
         run = loss.sparse_loss if sparse else loss.dense_loss
@@ -160,8 +183,12 @@ class Case:
         leaves = [t.detach().requires_grad_() for t in (self.iq, self.ik, self.iw)]
         indices, picked = selection.select(*leaves, self.bounds, TOPK, settings)
         out, lse = attention.SparseAttention.apply(q, kv, indices, SCALE, 512, settings, self.bounds)
-        inputs = loss.LossInputs(query=self.q, kv=self.kv, scale=SCALE, bounds=self.bounds, lse=lse, indices=indices, picked=picked)
-        kl = loss.IndexerLoss.apply(*leaves, inputs, torch.full((), 1 / self.sq, device="cuda"), True, settings)
+        inputs = loss.LossInputs(
+            query=self.q, kv=self.kv, scale=SCALE, bounds=self.bounds, lse=lse, indices=indices, picked=picked
+        )
+        kl = loss.IndexerLoss.apply(
+            *leaves, inputs, torch.full((), 1 / self.sq, device="cuda"), True, settings
+        )
         torch.autograd.backward([out, kl], [self.dout, torch.ones_like(kl)])
 
 
@@ -188,18 +215,30 @@ class Public:
             hi = min(lo + self.rows, c.sq)
             scores = gpu.causal_scores(c.iq[lo:hi], c.ik, c.iw[lo:hi], self.offset + lo)
             length = (torch.arange(lo, hi, device="cuda") + self.offset + 1).int()
-            got = self.dsa.indexer_top_k_wrapper(scores, length, TOPK, next_n=1, return_val=False, tie_break=1)
+            got = self.dsa.indexer_top_k_wrapper(
+                scores, length, TOPK, next_n=1, return_val=False, tie_break=1
+            )
             out[lo:hi] = got["indices"]
         return out
 
     def forward(self) -> Any:
         c = self.case
-        return self.flash.flash_mla_sparse_fwd(self.padded, c.kv[:, None], c.indices[:, None], SCALE, use_legacy=True)
+        return self.flash.flash_mla_sparse_fwd(
+            self.padded, c.kv[:, None], c.indices[:, None], SCALE, use_legacy=True
+        )
 
     def backward(self) -> Any:
         c = self.case
         return self.dsa.sparse_attention_backward_wrapper(
-            c.q, c.kv, c.out, c.dout, c.lse, self.sink, c.indices, softmax_scale=SCALE, topk_length=self.length
+            c.q,
+            c.kv,
+            c.out,
+            c.dout,
+            c.lse,
+            self.sink,
+            c.indices,
+            softmax_scale=SCALE,
+            topk_length=self.length,
         )
 
     def loss(self) -> Any:
@@ -208,9 +247,13 @@ class Public:
         target = self.dsa.sparse_attn_score_recompute_wrapper(
             c.q[None], c.kv[None], c.lse[None], idx, softmax_scale=SCALE, qhead_per_kv_head=c.heads
         )["target"]
-        predict = self.dsa.sparse_indexer_score_recompute_wrapper(c.iq[None], c.ik[None], c.iw[None], idx, qhead_per_kv_head=64)
+        predict = self.dsa.sparse_indexer_score_recompute_wrapper(
+            c.iq[None], c.ik[None], c.iw[None], idx, qhead_per_kv_head=64
+        )
         one = torch.ones(1, device="cuda")
-        return self.dsa.indexer_backward_wrapper(c.iq[None], c.iw[None], c.ik[None], target, predict["predict"], idx, one)
+        return self.dsa.indexer_backward_wrapper(
+            c.iq[None], c.iw[None], c.ik[None], target, predict["predict"], idx, one
+        )
 
 
 class Stock:
@@ -249,9 +292,19 @@ class Stock:
         for t in self.leaves:
             t.grad = None
         got = self.ops.run_fused_qk_topk_with_loss(
-            q=q, k=k, weights=w, index_topk=TOPK, starts=c.bounds.starts, ends=c.bounds.ends, block_size=8192,
-            query=c.q[:, None], key=c.kv[:, None, None], softmax_scale=SCALE, loss_coeff=1.0, pg_collection=self.groups,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            weights=w,
+            index_topk=TOPK,
+            starts=c.bounds.starts,
+            ends=c.bounds.ends,
+            block_size=8192,
+            query=c.q[:, None],
+            key=c.kv[:, None, None],
+            softmax_scale=SCALE,
+            loss_coeff=1.0,
+            pg_collection=self.groups,
+        )
         got[1].backward()
 
     def layer(self) -> None:
@@ -262,26 +315,46 @@ class Stock:
 def attention_rows(b: Bench, case: Case, stock: Stock | None) -> None:
     public = Public(case)
     with torch.no_grad():
-        b.add(Row(
-            operation="attention forward", shape=case.shape,
-            ours=b.time("ours", lambda: gpu.forward(case.q, case.kv, case.indices, SCALE)),
-            public=b.time("public", public.forward), stock=b.time("stock", stock.forward) if stock else None,
-            floor=b.floor(2 * case.chosen * case.heads * 1088),
-        ))  # fmt: skip
+        b.add(
+            Row(
+                operation="attention forward",
+                shape=case.shape,
+                ours=b.time("ours", lambda: gpu.forward(case.q, case.kv, case.indices, SCALE)),
+                public=b.time("public", public.forward),
+                stock=b.time("stock", stock.forward) if stock else None,
+                floor=b.floor(2 * case.chosen * case.heads * 1088),
+            )
+        )
 
     def ours(settings: Settings, way: str | None = None) -> Any:
         return attention.attention_backward(
-            case.q, case.kv, case.indices, case.out, case.lse, case.dout, SCALE, settings, case.bounds, way=way
+            case.q,
+            case.kv,
+            case.indices,
+            case.out,
+            case.lse,
+            case.dout,
+            SCALE,
+            settings,
+            case.bounds,
+            way=way,
         )
 
     whole = b.time("stock", stock.both, 5) if stock else None
     fwd = b.time("stock", stock.forward, 5) if stock else None
-    b.add(Row(
-        operation="attention backward", shape=case.shape, ours=b.time("ours", lambda: ours(SETTINGS)),
-        deterministic=b.time("tiles", lambda: ours(DETERMINISTIC)), public=b.time("public", public.backward),
-        stock=whole - fwd if whole and fwd else None, floor=b.floor(2 * case.chosen * case.heads * (3 * 576 + 2 * 512)),
-        peak=b.peak(lambda: ours(SETTINGS)), note=attention.choose_backward(case.q, case.kv, case.indices, SETTINGS),
-    ))  # fmt: skip
+    b.add(
+        Row(
+            operation="attention backward",
+            shape=case.shape,
+            ours=b.time("ours", lambda: ours(SETTINGS)),
+            deterministic=b.time("tiles", lambda: ours(DETERMINISTIC)),
+            public=b.time("public", public.backward),
+            stock=whole - fwd if whole and fwd else None,
+            floor=b.floor(2 * case.chosen * case.heads * (3 * 576 + 2 * 512)),
+            peak=b.peak(lambda: ours(SETTINGS)),
+            note=attention.choose_backward(case.q, case.kv, case.indices, SETTINGS),
+        )
+    )
 
 
 def indexer_rows(b: Bench, case: Case, stock: Stock | None) -> None:
@@ -290,11 +363,17 @@ def indexer_rows(b: Bench, case: Case, stock: Stock | None) -> None:
     def ours() -> Any:
         return selection.select(case.iq, case.ik, case.iw, case.bounds, TOPK, SETTINGS)
 
-    b.add(Row(
-        operation="indexer scores + top-k", shape=f"{case.sq}x{case.sk}", ours=b.time("ours", ours, 5),
-        public=b.time("public", public.topk, 5), stock=b.time("stock", stock.topk, 3) if stock else None,
-        floor=b.floor(2 * case.visible * 64 * 128), peak=b.peak(ours),
-    ))  # fmt: skip
+    b.add(
+        Row(
+            operation="indexer scores + top-k",
+            shape=f"{case.sq}x{case.sk}",
+            ours=b.time("ours", ours, 5),
+            public=b.time("public", public.topk, 5),
+            stock=b.time("stock", stock.topk, 3) if stock else None,
+            floor=b.floor(2 * case.visible * 64 * 128),
+            peak=b.peak(ours),
+        )
+    )
 
 
 def sparse_loss_rows(b: Bench, case: Case, stock: Stock | None) -> None:
@@ -305,12 +384,18 @@ def sparse_loss_rows(b: Bench, case: Case, stock: Stock | None) -> None:
         case.loss(True, settings)
 
     flops = 2 * case.visible * 64 * 128 + 2 * case.chosen * (case.heads * 576 + 3 * 64 * 128)
-    b.add(Row(
-        operation="indexer + top-k + sparse KL, forward + backward", shape=case.shape, ours=b.time("ours", ours, 5),
-        deterministic=b.time("deterministic", lambda: ours(DETERMINISTIC), 3),
-        public=b.time("public", lambda: (public.topk(), public.loss()), 5),
-        stock=b.time("stock", stock.topk_loss, 3) if stock else None, floor=b.floor(flops), peak=b.peak(ours),
-    ))  # fmt: skip
+    b.add(
+        Row(
+            operation="indexer + top-k + sparse KL, forward + backward",
+            shape=case.shape,
+            ours=b.time("ours", ours, 5),
+            deterministic=b.time("deterministic", lambda: ours(DETERMINISTIC), 3),
+            public=b.time("public", lambda: (public.topk(), public.loss()), 5),
+            stock=b.time("stock", stock.topk_loss, 3) if stock else None,
+            floor=b.floor(flops),
+            peak=b.peak(ours),
+        )
+    )
 
 
 def dense_loss_rows(b: Bench, case: Case, reference: bool) -> None:
@@ -318,10 +403,60 @@ def dense_loss_rows(b: Bench, case: Case, reference: bool) -> None:
     stock = None
     if reference:
         stock = b.time("stock reference", stock_dense(case), 1)
-    b.add(Row(
-        operation="dense KL, forward + backward", shape=case.shape, ours=b.time("ours", lambda: case.loss(False, SETTINGS), 3),
-        stock=stock, floor=b.floor(flops), peak=b.peak(lambda: case.loss(False, SETTINGS)),
-    ))  # fmt: skip
+    b.add(
+        Row(
+            operation="dense KL, forward + backward",
+            shape=case.shape,
+            ours=b.time("ours", lambda: case.loss(False, SETTINGS), 3),
+            stock=stock,
+            floor=b.floor(flops),
+            peak=b.peak(lambda: case.loss(False, SETTINGS)),
+        )
+    )
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 values and the fp32 scale of each last-dimension row (the 1x128 blocks of DeepSeek's indexer)."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale[..., 0]
+
+
+def fp8_rows(b: Bench, case: Case) -> None:
+    """cuDNN's fp8 scores: their time, and how many of the chosen keys differ from bf16's choice (random inputs)."""
+    q8, q_scale = quantise(case.iq)
+    k8, k_scale = quantise(case.ik)
+    dsa = gpu.cudnn_dsa()
+    rows = min(case.sq, max(1, (512 << 20) // (4 * case.sk)))
+    offset = torch.full((1,), case.sk - rows, dtype=torch.int32, device="cuda")
+
+    def scores() -> Tensor:
+        got = dsa.indexer_forward_wrapper(
+            q8[None, -rows:],
+            k8[None, :, None],
+            case.iw[None, -rows:],
+            ratio=1,
+            sm_scale=1.0,
+            q_causal_offsets=offset,
+            precision="fp8",
+            q_scale=q_scale[None, -rows:].contiguous(),
+            k_scale=k_scale[None, :, None].contiguous(),
+        )
+        return got["scores"][0]
+
+    ms = b.time("fp8", scores, 5)
+    bf16 = b.time(
+        "bf16", lambda: gpu.causal_scores(case.iq[-rows:], case.ik, case.iw[-rows:], case.sk - rows), 5
+    )
+    note = ""
+    if ms:
+        chosen, _ = gpu.topk(scores(), case.bounds.lengths()[-rows:], TOPK)
+        marks = torch.zeros(rows, case.sk + 1, dtype=torch.bool, device="cuda")
+        marks.scatter_(1, torch.where(chosen < 0, case.sk, chosen).long(), True)
+        kept = torch.gather(marks, 1, case.indices[-rows:].clamp_min(0).long())[case.indices[-rows:] >= 0]
+        note = f"ours column: fp8, public: bf16; {100 * (1 - kept.float().mean().item()):.2f} % of the chosen keys differ"
+    b.add(
+        Row(operation="indexer scores, cuDNN fp8", shape=f"{rows}x{case.sk}", ours=ms, public=bf16, note=note)
+    )
 
 
 def stock_dense(case: Case) -> Callable[[], None]:
@@ -333,11 +468,15 @@ def stock_dense(case: Case) -> Callable[[], None]:
     q, k, w = (t[:, None].clone().requires_grad_() for t in (case.iq, case.ik, case.iw))
     key = case.kv[:, None, None].expand(-1, -1, case.heads, -1)
     column = torch.arange(case.sk, device="cuda")[None]
-    mask = torch.zeros(case.sq, case.sk, device="cuda").masked_fill(column >= case.bounds.ends[:, None], float("-inf"))
+    mask = torch.zeros(case.sq, case.sk, device="cuda").masked_fill(
+        column >= case.bounds.ends[:, None], float("-inf")
+    )
 
     def run() -> None:
         q.grad = k.grad = w.grad = None
-        _, kl = dsa.FusedDSAIndexerLoss.apply(q, w, k, case.q[:, None], key, SCALE, TOPK, 1.0, mask, False, groups)
+        _, kl = dsa.FusedDSAIndexerLoss.apply(
+            q, w, k, case.q[:, None], key, SCALE, TOPK, 1.0, mask, False, groups
+        )
         kl.backward()
 
     return run
@@ -345,13 +484,23 @@ def stock_dense(case: Case) -> Callable[[], None]:
 
 def layer_rows(b: Bench, case: Case, stock: Stock | None) -> None:
     public = Public(case)
-    flops = 2 * case.visible * 64 * 128 + 2 * case.chosen * (case.heads * (576 + 1088 + 3 * 576 + 2 * 512) + 3 * 64 * 128)
-    b.add(Row(
-        operation="whole layer, forward + backward", shape=case.shape, ours=b.time("ours", lambda: case.layer(SETTINGS), 5),
-        deterministic=b.time("deterministic", lambda: case.layer(DETERMINISTIC), 3),
-        public=b.time("public", lambda: (public.topk(), public.forward(), public.backward(), public.loss()), 5),
-        stock=b.time("stock", stock.layer, 3) if stock else None, floor=b.floor(flops), peak=b.peak(lambda: case.layer(SETTINGS)),
-    ))  # fmt: skip
+    flops = 2 * case.visible * 64 * 128 + 2 * case.chosen * (
+        case.heads * (576 + 1088 + 3 * 576 + 2 * 512) + 3 * 64 * 128
+    )
+    b.add(
+        Row(
+            operation="whole layer, forward + backward",
+            shape=case.shape,
+            ours=b.time("ours", lambda: case.layer(SETTINGS), 5),
+            deterministic=b.time("deterministic", lambda: case.layer(DETERMINISTIC), 3),
+            public=b.time(
+                "public", lambda: (public.topk(), public.forward(), public.backward(), public.loss()), 5
+            ),
+            stock=b.time("stock", stock.layer, 3) if stock else None,
+            floor=b.floor(flops),
+            peak=b.peak(lambda: case.layer(SETTINGS)),
+        )
+    )
 
 
 def ceilings(b: Bench) -> None:
@@ -369,9 +518,20 @@ def environment() -> dict[str, str]:
     """Date, card, driver and versions."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     card = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    info = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"), "card, driver": card,
-            "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
-    for name in ("triton", "sgl-flash-mla", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "tilelang", "megatron-core"):
+    info = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "card, driver": card,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for name in (
+        "triton",
+        "sgl-flash-mla",
+        "nvidia-cudnn-frontend",
+        "nvidia-cutlass-dsl",
+        "tilelang",
+        "megatron-core",
+    ):
         try:
             info[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -381,13 +541,25 @@ def environment() -> dict[str, str]:
 
 def write(out: Path, b: Bench, info: dict[str, str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    data = {"environment": info, "matrix rate TFLOP/s": b.rate, "copy TB/s": b.copy, "rows": [asdict(r) for r in b.rows]}
+    data = {
+        "environment": info,
+        "matrix rate TFLOP/s": b.rate,
+        "copy TB/s": b.copy,
+        "rows": [asdict(r) for r in b.rows],
+    }
     (out / "bench.json").write_text(json.dumps(data, indent=1) + "\n")
     lines = ["# DSA operations on one GPU", ""] + [f"* {k}: {v}" for k, v in info.items()]
-    lines += [f"* ceilings in this run: bf16 8192x8192x8192 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s",
-              f"* command: `{' '.join(['python', *sys.argv])}`", "",
-              "Medians of CUDA-event times. Peak memory is what a call allocates above its inputs. An empty cell was not "
-              "measured.", "", HEAD, *(r.line() for r in b.rows), ""]  # fmt: skip
+    lines += [
+        f"* ceilings in this run: bf16 8192x8192x8192 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s",
+        f"* command: `{' '.join(['python', *sys.argv])}`",
+        "",
+        "Medians of CUDA-event times. Peak memory is what a call allocates above its inputs. An empty cell was not "
+        "measured.",
+        "",
+        HEAD,
+        *(r.line() for r in b.rows),
+        "",
+    ]
     (out / "bench.md").write_text("\n".join(lines))
     try:
         import matplotlib
@@ -398,7 +570,9 @@ def write(out: Path, b: Bench, info: dict[str, str]) -> None:
         return
     rows = [r for r in b.rows if r.ours]
     figure, axes = pyplot.subplots(figsize=(11, 0.6 * len(rows) + 1.5))
-    for k, (name, colour) in enumerate((("stock", "#bbbbbb"), ("public", "#7799cc"), ("ours", "#dd7733"), ("floor", "#55aa66"))):
+    for k, (name, colour) in enumerate(
+        (("stock", "#bbbbbb"), ("public", "#7799cc"), ("ours", "#dd7733"), ("floor", "#55aa66"))
+    ):
         values = [getattr(r, name) or 0 for r in rows]
         axes.barh([i + (k - 1.5) * 0.2 for i in range(len(rows))], values, 0.2, label=name, color=colour)
     axes.set_yticks(range(len(rows)), [f"{r.operation}\n{r.shape}" for r in rows], fontsize=7)
@@ -412,11 +586,19 @@ def write(out: Path, b: Bench, info: dict[str, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/reports/dsa"))
-    parser.add_argument("--sections", default="attention,indexer,sparse,dense,layer", help="comma-separated")
-    parser.add_argument("--cases", default="16:8192:8192,16:4096:8192,64:4096:8192,128:4096:8192,16:8192:65536",
-                        help="heads:queries:keys, comma-separated")  # fmt: skip
+    parser.add_argument(
+        "--sections", default="attention,indexer,fp8,sparse,dense,layer", help="comma-separated"
+    )
+    parser.add_argument(
+        "--cases",
+        default="16:8192:8192,16:4096:8192,64:4096:8192,128:4096:8192,16:8192:65536,"
+        "16:8192:131072/indexer,16:16384:131072/dense",
+        help="heads:queries:keys, comma-separated; heads:queries:keys/a+b limits a case to sections a and b",
+    )
     parser.add_argument("--no-stock", action="store_true", help="leave megatron-core's own kernels out")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -427,24 +609,33 @@ def main() -> None:
     print(HEAD, flush=True)
     sections = set(args.sections.split(","))
     for text in args.cases.split(","):
-        heads, sq, sk = map(int, text.split(":"))
+        numbers, _, only = text.partition("/")
+        heads, sq, sk = map(int, numbers.split(":"))
+        start = time.perf_counter()
         case = Case(heads=heads, sq=sq, sk=sk)
+        if not b.rows:
+            case.layer(SETTINGS)
+            torch.cuda.synchronize()
+            info["first use of one shape with empty caches"] = f"{time.perf_counter() - start:.1f} s"
         stock = None
-        if not args.no_stock:
+        if not args.no_stock and not only:
             try:
                 stock = Stock(case)
             except Exception as exc:
                 print(f"-- stock is left out: {exc!r}"[:300], flush=True)
         try:
-            if "attention" in sections:
+            want = set(only.split("+")) if only else sections
+            if "attention" in want:
                 attention_rows(b, case, stock)
-            if "indexer" in sections and heads == 16 and sq == 8192:
+            if "indexer" in want and (only or (heads == 16 and sq == 8192)):
                 indexer_rows(b, case, stock)
-            if "sparse" in sections and sq == 8192:
+            if "fp8" in want and (only or (heads == 16 and sq == 8192)):
+                fp8_rows(b, case)
+            if "sparse" in want and (only or sq == 8192):
                 sparse_loss_rows(b, case, stock)
-            if "dense" in sections and heads == 16 and sk == 8192:
+            if "dense" in want and (only or (heads == 16 and sk == 8192)):
                 dense_loss_rows(b, case, reference=stock is not None and sq <= 4096)
-            if "layer" in sections:
+            if "layer" in want:
                 layer_rows(b, case, stock)
         finally:
             del case, stock

@@ -69,7 +69,9 @@ def rand(*shape: int, scale: float = 1.0) -> Tensor:
 
 def packed(lengths: list[int], extra: int = 0) -> plan.Bounds:
     """Causal bounds of packed sequences; `extra` trailing rows see nothing."""
-    start = torch.repeat_interleave(torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]), torch.tensor(lengths))
+    start = torch.repeat_interleave(
+        torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]), torch.tensor(lengths)
+    )
     end = torch.arange(sum(lengths)) + 1
     start, end = (torch.nn.functional.pad(t.int(), (0, extra)).cuda() for t in (start, end))
     return plan.Bounds(starts=start, ends=end, sk=sum(lengths))
@@ -77,7 +79,12 @@ def packed(lengths: list[int], extra: int = 0) -> plan.Bounds:
 
 def zigzag(total: int, ranks: int, rank: int) -> plan.Bounds:
     part = total // (2 * ranks)
-    rows = torch.cat((torch.arange(rank * part, (rank + 1) * part), torch.arange(total - (rank + 1) * part, total - rank * part)))
+    rows = torch.cat(
+        (
+            torch.arange(rank * part, (rank + 1) * part),
+            torch.arange(total - (rank + 1) * part, total - rank * part),
+        )
+    )
     rows = rows.int().cuda()
     return plan.Bounds(starts=torch.zeros_like(rows), ends=rows + 1, sk=total)
 
@@ -99,7 +106,9 @@ SHAPES = {
 def choose(bounds: plan.Bounds, topk: int) -> Tensor:
     """Random distinct valid keys per row, ascending, -1 in empty slots."""
     valid = reference.valid_mask(bounds.starts, bounds.ends, bounds.sk)
-    return reference.topk(torch.rand(valid.shape, device="cuda", dtype=torch.float64), valid, min(topk, bounds.sk))
+    return reference.topk(
+        torch.rand(valid.shape, device="cuda", dtype=torch.float64), valid, min(topk, bounds.sk)
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -117,7 +126,9 @@ def test_attention_and_both_backward_passes_equal_fp64(name: str, heads: int) ->
     assert error(out, want.detach()) < OUTPUT
     empty = torch.isinf(want_lse)
     assert torch.equal(torch.isinf(lse), empty)
-    torch.testing.assert_close(lse.double()[~empty], want_lse.detach()[~empty], rtol=0, atol=1e-4)  # fp32 sums of fp32 logits
+    torch.testing.assert_close(
+        lse.double()[~empty], want_lse.detach()[~empty], rtol=0, atol=1e-4
+    )  # fp32 sums of fp32 logits
     for way in ("tiles", "atomics"):
         dq, dkv = attention.attention_backward(q, kv, indices, out, lse, dout, SCALE, STRICT, bounds, way=way)
         assert error(dq, q64.grad) < GRADIENT, way
@@ -152,7 +163,9 @@ def test_selection_follows_its_own_scores_and_the_tie_rule(name: str, heads: int
 def test_equal_scores_go_to_the_smaller_index(name: str) -> None:
     bounds = SHAPES[name]()
     q, w = rand(bounds.sq, 64, 128), rand(bounds.sq, 64)
-    indices, _ = selection.select(q, torch.zeros(bounds.sk, 128, device="cuda", dtype=BF16), w, bounds, 64, STRICT)
+    indices, _ = selection.select(
+        q, torch.zeros(bounds.sk, 128, device="cuda", dtype=BF16), w, bounds, 64, STRICT
+    )
     step = torch.arange(64, device="cuda")[None]
     want = torch.where(step < bounds.lengths()[:, None], bounds.starts[:, None] + step, -1)
     assert torch.equal(indices, want[:, : indices.size(1)].int())
@@ -167,14 +180,25 @@ def test_indexer_loss_and_gradients_equal_fp64(
 ) -> None:
     bounds = SHAPES[name]()
     query, kv = rand(bounds.sq, heads, 576, scale=0.5), rand(bounds.sk, 576, scale=0.5)
-    leaves = [rand(bounds.sq, index_heads, 128), rand(bounds.sk, 128), rand(bounds.sq, index_heads, scale=0.02)]
+    leaves = [
+        rand(bounds.sq, index_heads, 128),
+        rand(bounds.sk, 128),
+        rand(bounds.sq, index_heads, scale=0.02),
+    ]
     rows = torch.arange(bounds.sq, device="cuda") % 5 != 2 if bounds.sq > 1 else None
     indices, picked = selection.select(*leaves, bounds, 128, settings)
     valid = reference.valid_mask(bounds.starts, bounds.ends, bounds.sk)
     mask = reference.selected_mask(indices, bounds.sk) if sparse else valid
     _, lse = reference.attention(query, kv, mask, SCALE, 512)
     inputs = loss.LossInputs(
-        query=query, kv=kv, scale=SCALE, bounds=bounds, lse=lse.float(), indices=indices, picked=picked, rows=rows
+        query=query,
+        kv=kv,
+        scale=SCALE,
+        bounds=bounds,
+        lse=lse.float(),
+        indices=indices,
+        picked=picked,
+        rows=rows,
     )
     mine = [t.clone().requires_grad_() for t in leaves]
     factor = torch.tensor(0.3 / bounds.sq, device="cuda")
@@ -195,14 +219,26 @@ def layer(bounds: plan.Bounds, heads: int, batch: int = 1) -> dict[str, object]:
     sq, sk = bounds.sq, bounds.sk
     return {
         "config": SimpleNamespace(kv_lora_rank=512, deterministic_mode=False),
-        "query": rand(sq, batch, heads, 576, scale=0.5).requires_grad_(), "value": None,
-        "key": rand(sk, batch, 1, 576, scale=0.5).requires_grad_(), "up_v_weight": rand(heads, 128, 512, scale=0.05),
-        "q_indexer": rand(sq, batch, 64, 128).requires_grad_(), "k_indexer": rand(sk, batch, 128).requires_grad_(),
-        "indexer_weights": rand(sq, batch, 64, scale=0.02).requires_grad_(), "indexer_topk": 256, "softmax_scale": SCALE,
-        "loss_coeff": 0.5, "sparse_loss": True, "calculate_per_token_loss": False, "absorbed_mla": True,
-        "varlen_starts": bounds.starts, "varlen_ends": bounds.ends, "key_positions": None, "query_valid_rows": None,
-        "use_relu": True, "cp_size": 1,
-    }  # fmt: skip
+        "query": rand(sq, batch, heads, 576, scale=0.5).requires_grad_(),
+        "value": None,
+        "key": rand(sk, batch, 1, 576, scale=0.5).requires_grad_(),
+        "up_v_weight": rand(heads, 128, 512, scale=0.05),
+        "q_indexer": rand(sq, batch, 64, 128).requires_grad_(),
+        "k_indexer": rand(sk, batch, 128).requires_grad_(),
+        "indexer_weights": rand(sq, batch, 64, scale=0.02).requires_grad_(),
+        "indexer_topk": 256,
+        "softmax_scale": SCALE,
+        "loss_coeff": 0.5,
+        "sparse_loss": True,
+        "calculate_per_token_loss": False,
+        "absorbed_mla": True,
+        "varlen_starts": bounds.starts,
+        "varlen_ends": bounds.ends,
+        "key_positions": None,
+        "query_valid_rows": None,
+        "use_relu": True,
+        "cp_size": 1,
+    }
 
 
 LEAVES = ("query", "key", "q_indexer", "k_indexer", "indexer_weights")
@@ -218,7 +254,9 @@ def step(args: dict[str, object], grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_deterministic_mode_is_bitwise_equal_from_run_to_run(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_is_bitwise_equal_from_run_to_run(
+    sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DSV32_DSA_STRICT", "1")
     args = layer(causal(1500, 1500), 16)
     args["config"] = SimpleNamespace(kv_lora_rank=512, deterministic_mode=True)

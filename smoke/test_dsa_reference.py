@@ -46,7 +46,10 @@ def packed_bounds(lengths: list[int], extra: int = 0) -> plan.Bounds:
 def zigzag_bounds(total: int, ranks: int, rank: int) -> plan.Bounds:
     """Rows of one context-parallel rank: its front chunk and the mirrored back chunk."""
     part = total // (2 * ranks)
-    chunks = [torch.arange(rank * part, (rank + 1) * part), torch.arange(total - (rank + 1) * part, total - rank * part)]
+    chunks = [
+        torch.arange(rank * part, (rank + 1) * part),
+        torch.arange(total - (rank + 1) * part, total - rank * part),
+    ]
     rows = torch.cat(chunks).int()
     return plan.Bounds(starts=torch.zeros_like(rows), ends=rows + 1, sk=total)
 
@@ -67,7 +70,14 @@ def make(bounds: plan.Bounds, heads: int = 3, seed: int = 0) -> Problem:
         return torch.randn(*shape, generator=gen, dtype=torch.float64)
 
     sq, sk = bounds.sq, bounds.sk
-    return Problem(q=rand(sq, heads, 24), kv=rand(sk, 24), iq=rand(sq, 4, 8), ik=rand(sk, 8), iw=rand(sq, 4), bounds=bounds)
+    return Problem(
+        q=rand(sq, heads, 24),
+        kv=rand(sk, 24),
+        iq=rand(sq, 4, 8),
+        ik=rand(sk, 8),
+        iw=rand(sq, 4),
+        bounds=bounds,
+    )
 
 
 def allowed(p: Problem) -> Tensor:
@@ -89,7 +99,9 @@ def test_blocks_cover_every_row_and_every_visible_key(name: str, step: int) -> N
 def test_known_causal_bounds_give_the_plan_that_the_tensors_give() -> None:
     known = plan.causal_bounds(50, 70, torch.device("cpu"))
     read = replace(known, causal_offset=None)
-    assert [(b.lo, b.hi, b.key_hi) for b in plan.blocks(known, 8)] == [(b.lo, b.hi, b.key_hi) for b in plan.blocks(read, 8)]
+    assert [(b.lo, b.hi, b.key_hi) for b in plan.blocks(known, 8)] == [
+        (b.lo, b.hi, b.key_hi) for b in plan.blocks(read, 8)
+    ]
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -154,14 +166,31 @@ def test_indexer_loss_and_its_gradient_equal_dense_fp64(name: str, sparse: bool,
 
 def layer(p: Problem, batch: int = 2, **change: object) -> dict[str, object]:
     """Arguments of the whole-layer hook for `batch` copies with different queries."""
-    sbh = [torch.stack([t * (1 + 0.1 * i) for i in range(batch)], dim=1) for t in (p.q, p.kv, p.iq, p.ik, p.iw)]
+    sbh = [
+        torch.stack([t * (1 + 0.1 * i) for i in range(batch)], dim=1) for t in (p.q, p.kv, p.iq, p.ik, p.iw)
+    ]
     args = {
-        "config": SimpleNamespace(kv_lora_rank=16, deterministic_mode=False), "query": sbh[0], "key": sbh[1][:, :, None],
-        "value": None, "up_v_weight": torch.randn(p.q.size(1), 5, 16, dtype=torch.float64), "q_indexer": sbh[2],
-        "k_indexer": sbh[3], "indexer_weights": sbh[4], "indexer_topk": 6, "softmax_scale": SCALE, "loss_coeff": 0.5,
-        "sparse_loss": True, "calculate_per_token_loss": False, "absorbed_mla": True, "varlen_starts": p.bounds.starts,
-        "varlen_ends": p.bounds.ends, "key_positions": None, "query_valid_rows": None, "use_relu": True, "cp_size": 1,
-    }  # fmt: skip
+        "config": SimpleNamespace(kv_lora_rank=16, deterministic_mode=False),
+        "query": sbh[0],
+        "key": sbh[1][:, :, None],
+        "value": None,
+        "up_v_weight": torch.randn(p.q.size(1), 5, 16, dtype=torch.float64),
+        "q_indexer": sbh[2],
+        "k_indexer": sbh[3],
+        "indexer_weights": sbh[4],
+        "indexer_topk": 6,
+        "softmax_scale": SCALE,
+        "loss_coeff": 0.5,
+        "sparse_loss": True,
+        "calculate_per_token_loss": False,
+        "absorbed_mla": True,
+        "varlen_starts": p.bounds.starts,
+        "varlen_ends": p.bounds.ends,
+        "key_positions": None,
+        "query_valid_rows": None,
+        "use_relu": True,
+        "cp_size": 1,
+    }
     return {**args, **change}
 
 
@@ -172,28 +201,47 @@ def test_whole_layer_hook_equals_the_separate_hooks(sparse: bool, monkeypatch: p
     args = layer(p, sparse_loss=sparse)
     output, kl = dsa.run_fused_dsa_attention(**args)
     indices, _ = dsa.run_fused_qk_topk(
-        q=args["q_indexer"], k=args["k_indexer"], weights=args["indexer_weights"], index_topk=6,
-        starts=p.bounds.starts, ends=p.bounds.ends, block_size=8192,
-    )  # fmt: skip
+        q=args["q_indexer"],
+        k=args["k_indexer"],
+        weights=args["indexer_weights"],
+        index_topk=6,
+        starts=p.bounds.starts,
+        ends=p.bounds.ends,
+        block_size=8192,
+    )
     latent = dsa.run_fused_absorbed_sparse_attention(args["query"], args["key"], indices, SCALE, 16)
     want = torch.einsum("sbhc,hdc->sbhd", latent, args["up_v_weight"]).flatten(2)
     torch.testing.assert_close(output, want, **EXACT)
     if sparse:
         again, _, kl2 = dsa.run_fused_qk_topk_with_loss(
-            q=args["q_indexer"], k=args["k_indexer"], weights=args["indexer_weights"], index_topk=6,
-            starts=p.bounds.starts, ends=p.bounds.ends, block_size=8192, query=args["query"], key=args["key"],
-            softmax_scale=SCALE, loss_coeff=0.5, pg_collection=None,
-        )  # fmt: skip
+            q=args["q_indexer"],
+            k=args["k_indexer"],
+            weights=args["indexer_weights"],
+            index_topk=6,
+            starts=p.bounds.starts,
+            ends=p.bounds.ends,
+            block_size=8192,
+            query=args["query"],
+            key=args["key"],
+            softmax_scale=SCALE,
+            loss_coeff=0.5,
+            pg_collection=None,
+        )
         assert torch.equal(again, indices)
         torch.testing.assert_close(kl, kl2, **EXACT)
     else:
         each = [
             reference.kl_sum(
-                args["query"][:, i], args["key"][:, i, 0], SCALE,
-                reference.scores(args["q_indexer"][:, i], args["k_indexer"][:, i], args["indexer_weights"][:, i]), allowed(p),
+                args["query"][:, i],
+                args["key"][:, i, 0],
+                SCALE,
+                reference.scores(
+                    args["q_indexer"][:, i], args["k_indexer"][:, i], args["indexer_weights"][:, i]
+                ),
+                allowed(p),
             )
             for i in range(2)
-        ]  # fmt: skip
+        ]
         # The factor 0.5 / rows is a fp32 scalar: half a unit in its last place is 6e-8.
         torch.testing.assert_close(kl, 0.5 * (each[0] + each[1]) / (2 * p.bounds.sq), rtol=6e-8, atol=0)
 
@@ -213,7 +261,9 @@ def test_forward_without_gradients_chooses_the_same_keys() -> None:
     iq = p.iq.float().requires_grad_()
     with_grad, _ = selection.select(iq, p.ik.float(), p.iw.float(), p.bounds, 6, SMALL)
     with torch.no_grad():
-        without, _ = selection.select(iq, p.ik.float(), p.iw.float(), p.bounds, 6, replace(SMALL, byte_budget=1 << 24))
+        without, _ = selection.select(
+            iq, p.ik.float(), p.iw.float(), p.bounds, 6, replace(SMALL, byte_budget=1 << 24)
+        )
     assert torch.equal(with_grad, without)
 
 
@@ -221,7 +271,9 @@ def test_topk_length_drops_the_slots_behind_it() -> None:
     p = make(BOUNDS["causal"])
     indices, _ = selection.select(p.iq, p.ik, p.iw, p.bounds, 6, SMALL)
     length = (indices >= 0).sum(-1).clamp_max(3)[None]
-    got = dsa.run_fused_absorbed_sparse_attention(p.q[:, None], p.kv[:, None, None], indices[None], SCALE, 16, length)
+    got = dsa.run_fused_absorbed_sparse_attention(
+        p.q[:, None], p.kv[:, None, None], indices[None], SCALE, 16, length
+    )
     cut = torch.where(torch.arange(6) < length[0, :, None], indices, -1)
     want, _ = reference.attention(p.q, p.kv, reference.selected_mask(cut, p.bounds.sk), SCALE, 16)
     torch.testing.assert_close(got[:, 0], want, **EXACT)
@@ -263,7 +315,9 @@ def test_a_decline_names_its_reason_and_strict_mode_raises(caplog: pytest.LogCap
 
 
 def test_settings_read_the_environment_and_refuse_nonsense() -> None:
-    got = Settings.from_env({"DSV32_DSA_BYTE_BUDGET": "1048576", "DSV32_DSA_STRICT": "1", "DSV32_DSA_DETERMINISTIC": "1"})
+    got = Settings.from_env(
+        {"DSV32_DSA_BYTE_BUDGET": "1048576", "DSV32_DSA_STRICT": "1", "DSV32_DSA_DETERMINISTIC": "1"}
+    )
     assert got == Settings(byte_budget=1 << 20, strict=True, deterministic=True)
     for bad in ({"DSV32_DSA_STRICT": "maybe"}, {"DSV32_DSA_PATH": "fast"}, {"DSV32_DSA_BYTE_BUDGET": "1"}):
         with pytest.raises(ValueError):

@@ -22,7 +22,14 @@ class SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, settings: Settings, bounds: Bounds | None
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
+        scale: float,
+        d_v: int,
+        settings: Settings,
+        bounds: Bounds | None,
     ) -> tuple[Tensor, Tensor]:
         q, kv = q.contiguous(), kv.contiguous()
         reason = _why_torch(q, kv, d_v, settings)
@@ -41,14 +48,25 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, indices, out, lse = ctx.saved_tensors
-        dq, dkv = attention_backward(q, kv, indices, out, lse, dout, ctx.scale, ctx.settings, ctx.bounds, ctx.fused)
+        dq, dkv = attention_backward(
+            q, kv, indices, out, lse, dout, ctx.scale, ctx.settings, ctx.bounds, ctx.fused
+        )
         return dq, dkv, None, None, None, None, None
 
 
 def attention_backward(
-    q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float, settings: Settings,
-    bounds: Bounds | None = None, fused: bool = True, way: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    scale: float,
+    settings: Settings,
+    bounds: Bounds | None = None,
+    fused: bool = True,
+    way: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """(dq, dkv). way forces `tiles`, `atomics` or `torch`; None chooses by the estimated time."""
     if way is None:
         way = choose_backward(q, kv, indices, settings) if fused else "torch"
@@ -76,9 +94,16 @@ def choose_backward(q: Tensor, kv: Tensor, indices: Tensor, settings: Settings) 
 
 
 def tiles_backward(
-    q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float, settings: Settings,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    scale: float,
+    settings: Settings,
     bounds: Bounds | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Deterministic backward by full tiles: P and dS of one block at a time, then three plain matrix products."""
     from dsv32.dsa.kernels import tiles
 
@@ -101,9 +126,18 @@ def tiles_backward(
             continue
         keep = tiles.mark(indices[rows], block.key_lo, block.width)
         p, ds = tiles.gradients(
-            q[rows], kv, lse2[rows], delta[rows], dout[rows], bounds.starts[rows], bounds.ends[rows],
-            block.key_lo, block.width, scale, keep,
-        )  # fmt: skip
+            q[rows],
+            kv,
+            lse2[rows],
+            delta[rows],
+            dout[rows],
+            bounds.starts[rows],
+            bounds.ends[rows],
+            block.key_lo,
+            block.width,
+            scale,
+            keep,
+        )
         keys = slice(block.key_lo, block.key_hi)
         torch.mm(ds, kv[keys], out=dq[rows].view(-1, dim))
         dkv[keys] += product(ds, q[rows].view(-1, dim))

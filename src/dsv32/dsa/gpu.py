@@ -87,24 +87,10 @@ def widen_heads(q: Tensor, heads: int) -> Tensor:
 
 
 def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Sparse forward: out bf16 [sq, H, 512], lse fp32 [sq, H] (natural log, -inf without keys).
+    """FlashMLA sparse forward: out bf16 [sq, H, 512], lse fp32 [sq, H] (natural log, -inf without keys).
 
-    q [sq, H, 576] with H <= 128, kv [sk, 576], indices int32 [sq, topk] with -1 for empty. FlashMLA computes 64 heads or
-    128; our own kernel serves 32 and fewer.
+    q [sq, H, 576] with H <= 128, kv [sk, 576], indices int32 [sq, topk] with -1 for empty.
     """
-    from dsv32.dsa.kernels import gather, tiles
-
-    heads = q.size(1)
-    if heads <= GATHER_HEADS:
-        return gather.forward(q.contiguous(), kv, indices.contiguous(), tiles.used(indices), scale)
-    return flash_forward(q, kv, indices, scale)
-
-
-GATHER_HEADS = 32
-
-
-def flash_forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """FlashMLA's forward, with the contract of `forward`."""
     from dsv32.dsa.kernels import tiles
 
     heads = q.size(1)
@@ -190,7 +176,9 @@ def topk(scores: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     dsa = cudnn_dsa()
     assert dsa is not None
-    got = dsa.indexer_top_k_wrapper(scores, lengths, count, next_n=1, return_val=True, tie_break=1, deterministic=True)
+    got = dsa.indexer_top_k_wrapper(
+        scores, lengths, count, next_n=1, return_val=True, tie_break=1, deterministic=True
+    )
     return got["indices"], got["values"]
 
 
@@ -207,7 +195,12 @@ def sparse_target(query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale
     dsa = cudnn_dsa()
     assert dsa is not None
     got = dsa.sparse_attn_score_recompute_wrapper(
-        query[None], kv[None], lse[None].contiguous(), idx[None], softmax_scale=scale, qhead_per_kv_head=query.size(1)
+        query[None],
+        kv[None],
+        lse[None].contiguous(),
+        idx[None],
+        softmax_scale=scale,
+        qhead_per_kv_head=query.size(1),
     )
     out: Tensor = got["target"][0, :, :topk_count]
     return out
@@ -224,7 +217,13 @@ def indexer_backward(
     dsa = cudnn_dsa()
     assert dsa is not None
     got = dsa.indexer_backward_wrapper(
-        q[None], weights[None], k[None], target[None], predict[None], indices[None], scale.reshape(1),
+        q[None],
+        weights[None],
+        k[None],
+        target[None],
+        predict[None],
+        indices[None],
+        scale.reshape(1),
         loss_coeff=float(sq),
-    )  # fmt: skip
+    )
     return got["d_index_q"][0], got["d_weights"][0], got["d_index_k"][0]

@@ -57,7 +57,14 @@ class IndexerLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, factor: Tensor, sparse: bool, settings: Settings
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        inputs: LossInputs,
+        factor: Tensor,
+        sparse: bool,
+        settings: Settings,
     ) -> Tensor:
         need = any(ctx.needs_input_grad[:3])
         run = sparse_loss if sparse else dense_loss
@@ -134,11 +141,15 @@ def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor
     indices, lse = inputs.indices, inputs.lse
     assert indices is not None and lse is not None
     if not fused:
-        return streaming.sparse_target(inputs.query, inputs.kv, lse, indices, inputs.scale, settings.byte_budget)
+        return streaming.sparse_target(
+            inputs.query, inputs.kv, lse, indices, inputs.scale, settings.byte_budget
+        )
     sq, sk, topk = inputs.query.size(0), inputs.kv.size(0), indices.size(1)
     query, heads = _padded(inputs)
     seen = sk - min(sq, sk) / 2
-    if gpu.cudnn_dsa() is not None and TARGET_TILE_PS * seen * max(8, heads) > TARGET_GATHER_PS * topk * max(1.0, heads / 64):
+    if gpu.cudnn_dsa() is not None and TARGET_TILE_PS * seen * max(8, heads) > TARGET_GATHER_PS * topk * max(
+        1.0, heads / 64
+    ):
         return gpu.sparse_target(inputs.query, inputs.kv, lse, indices, inputs.scale)
     from dsv32.dsa.kernels import tiles
 
@@ -150,9 +161,15 @@ def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor
             continue
         rows = slice(block.lo, block.hi)
         dense = tiles.target(
-            query[rows], inputs.kv, lse2[rows], inputs.bounds.starts[rows], inputs.bounds.ends[rows],
-            block.key_lo, block.width, inputs.scale,
-        )  # fmt: skip
+            query[rows],
+            inputs.kv,
+            lse2[rows],
+            inputs.bounds.starts[rows],
+            inputs.bounds.ends[rows],
+            block.key_lo,
+            block.width,
+            inputs.scale,
+        )
         tiles.pick(dense, indices[rows], block.key_lo, out[rows])
     return out
 
@@ -162,9 +179,16 @@ TARGET_TILE_PS, TARGET_GATHER_PS = 3.4, 160.0
 
 
 def _score_gradient(
-    q: Tensor, k: Tensor, weights: Tensor, di: Tensor, factor: Tensor, indices: Tensor, inputs: LossInputs,
-    settings: Settings, fused: bool,
-) -> Grads:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    di: Tensor,
+    factor: Tensor,
+    indices: Tensor,
+    inputs: LossInputs,
+    settings: Settings,
+    fused: bool,
+) -> Grads:
     """Gradient through the scores from factor * di [sq, topk] at the chosen keys, by dense blocks: deterministic."""
     sq, sk = q.size(0), k.size(0)
     grads = _zeros(q, k, weights)
@@ -189,15 +213,24 @@ def _score_gradient(
 
 
 def _add_gradient(
-    q: Tensor, k: Tensor, weights: Tensor, dense: Tensor, inputs: LossInputs, rows: slice, keys: slice, fused: bool,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    dense: Tensor,
+    inputs: LossInputs,
+    rows: slice,
+    keys: slice,
+    fused: bool,
     grads: Grads,
-) -> None:  # fmt: skip
+) -> None:
     if fused:
         from dsv32.dsa.kernels import indexer
 
         starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
         width = keys.stop - keys.start
-        part = indexer.gradient(q[rows], k, weights[rows], dense, starts, ends, keys.start, width, inputs.relu)
+        part = indexer.gradient(
+            q[rows], k, weights[rows], dense, starts, ends, keys.start, width, inputs.relu
+        )
     else:
         part = streaming.score_gradient(q[rows], k[keys], weights[rows], dense, inputs.relu)
     grads[0][rows], grads[2][rows] = part[0], part[1]
@@ -207,9 +240,10 @@ def _add_gradient(
 def _zeros(q: Tensor, k: Tensor, weights: Tensor) -> Grads:
     acc = streaming.wide(q, k)
     return (
-        torch.zeros_like(q), torch.zeros(k.shape, dtype=acc, device=k.device),
+        torch.zeros_like(q),
+        torch.zeros(k.shape, dtype=acc, device=k.device),
         torch.zeros(weights.shape, dtype=acc, device=k.device),
-    )  # fmt: skip
+    )
 
 
 def dense_loss(
@@ -269,6 +303,8 @@ def _dense_block(
     query, heads = _padded(inputs)
     lse = tiles.statistics(query[rows], inputs.kv, starts, ends, keys.start, width, inputs.scale)
     lse[:, heads:] = float("inf")
-    target = tiles.target(query[rows], inputs.kv, tiles.base2(lse), starts, ends, keys.start, width, inputs.scale)
+    target = tiles.target(
+        query[rows], inputs.kv, tiles.base2(lse), starts, ends, keys.start, width, inputs.scale
+    )
     first = torch.full_like(starts, keys.start)
     return target, indexer.scores(q[rows], k, weights[rows], first, ends, width, inputs.relu)

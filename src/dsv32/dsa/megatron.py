@@ -60,25 +60,46 @@ def _valid_rows(rows: Tensor | None, b: int, sq: int) -> Tensor | None:
 
 
 def run_fused_qk_topk(
-    q: Tensor, k: Tensor, weights: Tensor, index_topk: int, starts: Tensor, ends: Tensor, block_size: int,
-    use_relu: bool = True, **_: Any,
-) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    starts: Tensor,
+    ends: Tensor,
+    block_size: int,
+    use_relu: bool = True,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None] | None:
     """Top-k keys of every row: (int32 [b, sq, min(topk, sk)] ascending with -1 for empty, None)."""
     del block_size  # blocks are cut by bytes, not rows
     settings = _settings(None)
     bounds = _bounds(starts, ends, k.size(0))
     found = [
-        select(q[:, i], k[:, i], weights[:, i], bounds, index_topk, settings, relu=use_relu)[0] for i in range(q.size(1))
+        select(q[:, i], k[:, i], weights[:, i], bounds, index_topk, settings, relu=use_relu)[0]
+        for i in range(q.size(1))
     ]
     return torch.stack(found), None
 
 
 def run_fused_qk_topk_with_loss(
-    q: Tensor, k: Tensor, weights: Tensor, index_topk: int, starts: Tensor, ends: Tensor, block_size: int,
-    query: Tensor, key: Tensor, softmax_scale: float, loss_coeff: float, pg_collection: Any,
-    query_valid_rows: Tensor | None = None, calculate_per_token_loss: bool = False, use_relu: bool = True,
-    config: Any | None = None, **_: Any,
-) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    starts: Tensor,
+    ends: Tensor,
+    block_size: int,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    loss_coeff: float,
+    pg_collection: Any,
+    query_valid_rows: Tensor | None = None,
+    calculate_per_token_loss: bool = False,
+    use_relu: bool = True,
+    config: Any | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """Top-k and the sparse KL loss: (int32 [b, sq, topk], None, fp32 scalar). query and key get no gradient."""
     del block_size
     settings = _settings(config)
@@ -93,39 +114,71 @@ def run_fused_qk_topk_with_loss(
         indices, picked = select(q[:, i], k[:, i], weights[:, i], bounds, index_topk, settings, relu=use_relu)
         kv = key[:, i].reshape(key.size(0), -1).detach().contiguous()
         with torch.no_grad():
-            _, lse = SparseAttention.apply(query[:, i].detach(), kv, indices, softmax_scale, _d_v(kv), settings, bounds)
-        inputs = _loss_inputs(query, kv, i, softmax_scale, bounds, use_relu, lse, indices, picked, rows, pg_collection)
+            _, lse = SparseAttention.apply(
+                query[:, i].detach(), kv, indices, softmax_scale, _d_v(kv), settings, bounds
+            )
+        inputs = _loss_inputs(
+            query, kv, i, softmax_scale, bounds, use_relu, lse, indices, picked, rows, pg_collection
+        )
         losses.append(IndexerLoss.apply(q[:, i], k[:, i], weights[:, i], inputs, factor, True, settings))
         found.append(indices)
     return torch.stack(found), None, torch.stack(losses).sum()
 
 
 def run_fused_absorbed_sparse_attention(
-    query: Tensor, key: Tensor, topk_indices: Tensor, softmax_scale: float, v_channels: int,
+    query: Tensor,
+    key: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    v_channels: int,
     topk_length: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Sparse attention in the latent space: [sq, b, H, v_channels]."""
     settings = _settings(None)
     if key.ndim != 4 or key.size(2) != 1 or query.size(-1) != key.size(-1):
-        return _no(settings, "sparse attention", f"key {tuple(key.shape)} is not one shared head of query's size")
+        return _no(
+            settings, "sparse attention", f"key {tuple(key.shape)} is not one shared head of query's size"
+        )
     if topk_length is not None:
         slot = torch.arange(topk_indices.size(-1), device=topk_indices.device)
         topk_indices = topk_indices.masked_fill(slot >= topk_length[..., None], -1)
     outs = []
     for i in range(query.size(1)):
         indices = topk_indices[i].to(torch.int32)
-        outs.append(SparseAttention.apply(query[:, i], key[:, i, 0], indices, softmax_scale, v_channels, settings, None)[0])
+        outs.append(
+            SparseAttention.apply(
+                query[:, i], key[:, i, 0], indices, softmax_scale, v_channels, settings, None
+            )[0]
+        )
     return torch.stack(outs, dim=1)
 
 
 def run_fused_dsa_attention(
-    *, config: Any, query: Tensor, key: Tensor, value: Tensor | None, up_v_weight: Tensor | None, q_indexer: Tensor,
-    k_indexer: Tensor, indexer_weights: Tensor, indexer_topk: int, softmax_scale: float, loss_coeff: float,
-    sparse_loss: bool, calculate_per_token_loss: bool, absorbed_mla: bool, varlen_starts: Tensor | None,
-    varlen_ends: Tensor | None, key_positions: Tensor | None, query_valid_rows: Tensor | None,
-    varlen_is_plain_causal: bool = False, use_relu: bool = True, pg_collection: Any | None = None,
-    attn_mask_type: Any | None = None, **_: Any,
-) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    *,
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    up_v_weight: Tensor | None,
+    q_indexer: Tensor,
+    k_indexer: Tensor,
+    indexer_weights: Tensor,
+    indexer_topk: int,
+    softmax_scale: float,
+    loss_coeff: float,
+    sparse_loss: bool,
+    calculate_per_token_loss: bool,
+    absorbed_mla: bool,
+    varlen_starts: Tensor | None,
+    varlen_ends: Tensor | None,
+    key_positions: Tensor | None,
+    query_valid_rows: Tensor | None,
+    varlen_is_plain_causal: bool = False,
+    use_relu: bool = True,
+    pg_collection: Any | None = None,
+    attn_mask_type: Any | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None] | None:
     """The whole layer: (output [sq, b, H * dv], indexer loss fp32 scalar or None), sparse and dense loss.
 
     One call, so that the forward's log-sum-exp serves the KL target and nothing is computed twice.
@@ -155,7 +208,17 @@ def run_fused_dsa_attention(
         outs.append(out)
         if want_loss:
             inputs = _loss_inputs(
-                query, kv.detach().contiguous(), i, softmax_scale, bounds, use_relu, lse, indices, picked, rows, pg_collection
+                query,
+                kv.detach().contiguous(),
+                i,
+                softmax_scale,
+                bounds,
+                use_relu,
+                lse,
+                indices,
+                picked,
+                rows,
+                pg_collection,
             )
             losses.append(IndexerLoss.apply(iq, ik, iw, inputs, factor, sparse_loss, settings))
     output = torch.einsum("sbhc,hdc->sbhd", torch.stack(outs, dim=1), up_v_weight).reshape(sq, b, -1)
@@ -168,14 +231,30 @@ def _d_v(kv: Tensor) -> int:
 
 
 def _loss_inputs(
-    query: Tensor, kv: Tensor, i: int, scale: float, bounds: Bounds, relu: bool, lse: Tensor, indices: Tensor,
-    picked: Tensor, rows: Tensor | None, pg_collection: Any | None,
-) -> LossInputs:  # fmt: skip
+    query: Tensor,
+    kv: Tensor,
+    i: int,
+    scale: float,
+    bounds: Bounds,
+    relu: bool,
+    lse: Tensor,
+    indices: Tensor,
+    picked: Tensor,
+    rows: Tensor | None,
+    pg_collection: Any | None,
+) -> LossInputs:
     return LossInputs(
-        query=query[:, i].detach().contiguous(), kv=kv, scale=scale, bounds=bounds, relu=relu, lse=lse.detach(),
-        indices=indices, picked=picked, rows=None if rows is None else rows[i].contiguous(),
+        query=query[:, i].detach().contiguous(),
+        kv=kv,
+        scale=scale,
+        bounds=bounds,
+        relu=relu,
+        lse=lse.detach(),
+        indices=indices,
+        picked=picked,
+        rows=None if rows is None else rows[i].contiguous(),
         tp_group=getattr(pg_collection, "tp", None),
-    )  # fmt: skip
+    )
 
 
 def _no(settings: Settings, operation: str, reason: str) -> None:

@@ -37,7 +37,11 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, relu: bool = True) -> Tensor:
 def topk(values: Tensor, valid: Tensor, count: int) -> Tensor:
     """int32 [sq, count]: the `count` largest valid values, ties to the smaller index, ascending, -1 at the end."""
     sk = values.size(1)
-    order = values.masked_fill(~valid, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    order = (
+        values.masked_fill(~valid, float("-inf"))
+        .sort(dim=-1, descending=True, stable=True)
+        .indices[:, :count]
+    )
     keep = torch.gather(valid, 1, order)
     out = torch.where(keep, order, sk).sort(-1).values
     return torch.where(out < sk, out, -1).int()
@@ -54,7 +58,12 @@ def attention(q: Tensor, kv: Tensor, allowed: Tensor, scale: float, d_v: int) ->
 
 
 def kl_sum(
-    query: Tensor, key: Tensor, scale: float, index_scores: Tensor, allowed: Tensor, rows: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    index_scores: Tensor,
+    allowed: Tensor,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Sum over rows of KL(target || softmax(index_scores)) on `allowed`; target is detached.
 

@@ -39,7 +39,14 @@ def select(
 
 
 def _select_torch(
-    q: Tensor, k: Tensor, weights: Tensor, bounds: Bounds, relu: bool, settings: Settings, indices: Tensor, picked: Tensor
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    bounds: Bounds,
+    relu: bool,
+    settings: Settings,
+    indices: Tensor,
+    picked: Tensor,
 ) -> None:
     sk, heads = k.size(0), q.size(1)
     step = even_step(q.size(0), row_step(q.size(0), sk * (heads + 4) * 4, settings.byte_budget), 1)
@@ -54,13 +61,21 @@ def _select_torch(
 
 
 def _select_gpu(
-    q: Tensor, k: Tensor, weights: Tensor, bounds: Bounds, relu: bool, settings: Settings, indices: Tensor, picked: Tensor
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    bounds: Bounds,
+    relu: bool,
+    settings: Settings,
+    indices: Tensor,
+    picked: Tensor,
 ) -> None:
     from dsv32.dsa.kernels import indexer
 
     sq, sk = q.size(0), k.size(0)
     lengths = bounds.lengths()
-    step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 128), 128)
+    # Four bytes a score, and the top-k kernel's scratch is twice its input.
+    step = even_step(sq, row_step(sq, sk * 12, settings.byte_budget, 128), 128)
     buffer = torch.empty(step, -(-sk // 4) * 4, dtype=torch.float32, device=q.device)
     for lo in range(0, sq, step):
         rows = slice(lo, min(lo + step, sq))

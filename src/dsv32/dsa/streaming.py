@@ -26,7 +26,9 @@ def block_scores(q: Tensor, k: Tensor, weights: Tensor, relu: bool) -> Tensor:
     return torch.einsum("qhk,qh->qk", dots, weights.to(acc))
 
 
-def block_topk(scores: Tensor, starts: Tensor, ends: Tensor, key_lo: int, count: int) -> tuple[Tensor, Tensor]:
+def block_topk(
+    scores: Tensor, starts: Tensor, ends: Tensor, key_lo: int, count: int
+) -> tuple[Tensor, Tensor]:
     """The `count` best valid keys of each row: (int32 indices ascending with -1 last, their scores with -inf there).
 
     scores [rows, width], column c is key key_lo + c; row i may see starts[i] <= key < ends[i]. Equal scores go to the
@@ -43,7 +45,9 @@ def block_topk(scores: Tensor, starts: Tensor, ends: Tensor, key_lo: int, count:
     none = key_lo + width + count
     chosen = torch.where(torch.gather(valid, 1, order), order + key_lo, none).sort(-1).values
     empty = chosen >= none
-    picked = torch.gather(masked, 1, torch.where(empty, key_lo, chosen) - key_lo).masked_fill(empty, float("-inf"))
+    picked = torch.gather(masked, 1, torch.where(empty, key_lo, chosen) - key_lo).masked_fill(
+        empty, float("-inf")
+    )
     return torch.where(empty, -1, chosen).int(), picked
 
 
@@ -106,7 +110,9 @@ def _logits(
     return keys, logits.masked_fill(empty[:, None], float("-inf")), empty.all(-1)[:, None, None]
 
 
-def sparse_target(query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale: float, budget: int) -> Tensor:
+def sparse_target(
+    query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale: float, budget: int
+) -> Tensor:
     """Sum over heads of exp(s - lse) at the chosen keys, [sq, topk]; 0 in an empty slot."""
     sq, heads, dim = query.shape
     acc = wide(query, kv)

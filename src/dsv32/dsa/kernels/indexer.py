@@ -18,15 +18,28 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 SCORES = (128, 128, 4, 8)  # tokens and keys of a tile, stages, warps
 # Gradient of q: heads that share a tile of dI, keys in a tile, rows in a tile, stages, warps.
 GQ_HEADS, GQ_KEYS, GQ_ROWS, GQ_STAGES, GQ_WARPS = 8, 64, 64, 3, 4
-# Gradient of k: tokens whose dI stays in registers over all heads, keys in a tile, stages, warps.
-GK_TOKENS, GK_KEYS, GK_STAGES, GK_WARPS = 64, 128, 4, 8
+# Gradient of k: keys in a tile, stages, warps; tokens that are skipped together where they see no key of the tile.
+GK_KEYS, GK_STAGES, GK_WARPS, GROUP = 64, 3, 4, 64
 
 
 @triton.jit
 def _scores(
-    q, k, w, starts, ends, out, rows, width, w_stride, out_stride, HI: tl.constexpr, RELU: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    w,
+    starts,
+    ends,
+    out,
+    rows,
+    width,
+    w_stride,
+    out_stride,
+    HI: tl.constexpr,
+    RELU: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+):
     # q is [rows, HI * D] here and w is transposed, [HI, rows].
     pid_n = tl.program_id(0)
     pid_t = tl.program_id(1)
@@ -50,8 +63,16 @@ def _scores(
         tl.store(out + t.to(tl.int64)[:, None] * out_stride + col, acc, mask=ok)
 
 
-def scores(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, width: int, relu: bool = True,
-           out: Tensor | None = None) -> Tensor:  # fmt: skip
+def scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    width: int,
+    relu: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
     """fp32 [rows, width]; column c of row i is the score of key starts[i] + c. Columns past a row's keys are unwritten.
 
     q: bf16 [rows, Hi, 128] contiguous; k: bf16 [sk, 128]; weights: [rows, Hi]; starts, ends: int32 [rows];
@@ -70,17 +91,47 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, 
     k_tiles = TensorDescriptor.from_tensor(k, [keys, dim])
     grid = (triton.cdiv(k.size(0), keys), triton.cdiv(rows, tokens))
     _scores[grid](
-        q_tiles, k_tiles, w_t, starts, ends, out, rows, width, w_t.stride(0), out.stride(0), heads, relu,
-        BT=tokens, BN=keys, D=dim, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        q_tiles,
+        k_tiles,
+        w_t,
+        starts,
+        ends,
+        out,
+        rows,
+        width,
+        w_t.stride(0),
+        out.stride(0),
+        heads,
+        relu,
+        BT=tokens,
+        BN=keys,
+        D=dim,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
 @triton.jit
 def _grad_q(
-    q, k, w, di, starts, ends, dq, dw, rows, width, key_lo, HI: tl.constexpr, RELU: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    w,
+    di,
+    starts,
+    ends,
+    dq,
+    dw,
+    rows,
+    width,
+    key_lo,
+    HI: tl.constexpr,
+    RELU: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+):
     # A tile holds BT tokens of BH heads, head-major: the heads share one small tile of dI.
     pid_h = tl.program_id(0)
     pid_t = tl.program_id(1)
@@ -117,37 +168,57 @@ def _grad_q(
 
 @triton.jit
 def _grad_k(
-    q, k, w, di, ends, dk, rows, width, key_lo, di_stride, w_stride, span, HI: tl.constexpr, RELU: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    # One tile of dI serves all heads of its tokens; q is [rows, HI * D] here and w is transposed, [HI, rows].
+    q,
+    k,
+    w,
+    di,
+    ends,
+    dk,
+    rows,
+    width,
+    key_lo,
+    di_stride,
+    span,
+    HI: tl.constexpr,
+    RELU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+):
+    # A step takes all heads of TOKENS tokens, consecutive rows of q and w; dI of a token is one column for its heads.
     pid_n = tl.program_id(0)
     part = tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
     d = tl.arange(0, D)
+    r = tl.arange(0, TOKENS * HI)
     kt = k.load([key_lo + pid_n * BN, 0])
     acc = tl.zeros([BN, D], dtype=tl.float32)
     first = part * span
     last = tl.minimum(first + span, rows)
-    for t0 in range(first, last, BT):
-        t = t0 + tl.arange(0, BT)
-        seen = tl.max(tl.load(ends + t, mask=t < last, other=0), 0) - key_lo > pid_n * BN
-        if seen:
-            g = tl.load(di + t.to(tl.int64)[None, :] * di_stride + n[:, None], mask=(t < last)[None, :], other=0.0)
-            for h in range(HI):
-                qt = q.load([t0, h * D])
-                wt = tl.load(w + h * w_stride + t, mask=t < last, other=0.0)
-                s = tl.dot(kt, qt.T)
-                x = g * wt[None, :]
-                if RELU:
-                    x = tl.where(s > 0, x, 0.0)
-                acc = tl.dot(x.to(qt.dtype), qt, acc)
+    for t0 in range(first, last, GROUP):
+        g = t0 + tl.arange(0, GROUP)
+        seen = tl.max(tl.load(ends + g, mask=g < last, other=0), 0) - key_lo > pid_n * BN
+        # di has whole tiles of rows, zero past the last one, so a group may run past the rows of this call.
+        for t in range(t0, tl.where(seen, tl.minimum(t0 + GROUP, last), t0), TOKENS):
+            qt = q.load([t * HI, 0])
+            wt = tl.load(w + t * HI + r, mask=t * HI + r < rows * HI, other=0.0)
+            tt = t + tl.arange(0, TOKENS)
+            x = tl.load(di + tt.to(tl.int64)[None, :] * di_stride + n[:, None])
+            x = tl.reshape(tl.broadcast_to(x[:, :, None], (BN, TOKENS, HI)), (BN, TOKENS * HI))
+            s = tl.dot(kt, qt.T)
+            x = x * wt[None, :]
+            if RELU:
+                x = tl.where(s > 0, x, 0.0)
+            acc = tl.dot(x.to(qt.dtype), qt, acc)
     where = (part.to(tl.int64) * width + n)[:, None] * D + d[None, :]
     tl.store(dk + where, acc, mask=(n < width)[:, None])
 
 
 @triton.jit
-def _scatter(idx, values, factor, out, key_lo, width, idx_stride, values_stride, out_stride, topk, BLOCK: tl.constexpr):
+def _scatter(
+    idx, values, factor, out, key_lo, width, idx_stride, values_stride, out_stride, topk, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     j = tl.load(idx + row * idx_stride + c, mask=c < topk, other=-1) - key_lo
@@ -160,18 +231,41 @@ def spread(values: Tensor, indices: Tensor, factor: Tensor, key_lo: int, width: 
     rows, topk = indices.shape
     out = padded(rows, width, values.device).zero_()
     block = triton.next_power_of_2(topk)
-    _scatter[(rows,)](indices, values, factor, out, key_lo, width, indices.stride(0), values.stride(0), out.stride(0),
-                      topk, BLOCK=block, num_warps=4)  # fmt: skip
+    _scatter[(rows,)](
+        indices,
+        values,
+        factor,
+        out,
+        key_lo,
+        width,
+        indices.stride(0),
+        values.stride(0),
+        out.stride(0),
+        topk,
+        BLOCK=block,
+        num_warps=4,
+    )
     return out
 
 
 def padded(rows: int, width: int, device: torch.device) -> Tensor:
     """Uninitialised fp32 block for d(loss)/d(score), [rows, width] inside whole tiles; fill the border with zeros."""
-    return torch.empty(triton.cdiv(rows, 128) * 128, triton.cdiv(width, 128) * 128, dtype=torch.float32, device=device)
+    return torch.empty(
+        triton.cdiv(rows, 128) * 128, triton.cdiv(width, 128) * 128, dtype=torch.float32, device=device
+    )
 
 
-def gradient(q: Tensor, k: Tensor, weights: Tensor, di: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int,
-             relu: bool = True) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def gradient(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    di: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    key_lo: int,
+    width: int,
+    relu: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dq [rows, Hi, 128] as q, dw fp32 [rows, Hi], dk fp32 [width, 128] for keys key_lo ...).
 
     q: bf16 [rows, Hi, 128]; k: bf16 [sk, 128]; weights [rows, Hi]; di: fp32 from `padded(rows, width)`, d(loss)/d(score)
@@ -179,7 +273,9 @@ def gradient(q: Tensor, k: Tensor, weights: Tensor, di: Tensor, starts: Tensor, 
     skip empty tiles.
     """
     rows, heads, dim = q.shape
-    if dim != 128 or not (q.is_contiguous() and k.is_contiguous() and weights.is_contiguous() and di.is_contiguous()):
+    if dim != 128 or not (
+        q.is_contiguous() and k.is_contiguous() and weights.is_contiguous() and di.is_contiguous()
+    ):
         raise ValueError(f"indexer gradient needs contiguous inputs of head dim 128, got {tuple(q.shape)}")
     if di.size(0) < rows or di.size(0) % 128 or di.size(1) < width or di.size(1) % 128:
         raise ValueError(f"di {tuple(di.shape)} does not hold whole tiles of [{rows}, {width}]")
@@ -189,19 +285,53 @@ def gradient(q: Tensor, k: Tensor, weights: Tensor, di: Tensor, starts: Tensor, 
     bt = GQ_ROWS // bh
     di_tiles = TensorDescriptor.from_tensor(di, [bt, GQ_KEYS])
     _grad_q[(heads // bh, triton.cdiv(rows, bt))](
-        q, TensorDescriptor.from_tensor(k, [GQ_KEYS, dim]), weights, di_tiles, starts, ends, dq, dw, rows, width, key_lo,
-        heads, relu, BT=bt, BH=bh, BN=GQ_KEYS, D=dim, num_warps=GQ_WARPS, num_stages=GQ_STAGES,
-    )  # fmt: skip
+        q,
+        TensorDescriptor.from_tensor(k, [GQ_KEYS, dim]),
+        weights,
+        di_tiles,
+        starts,
+        ends,
+        dq,
+        dw,
+        rows,
+        width,
+        key_lo,
+        heads,
+        relu,
+        BT=bt,
+        BH=bh,
+        BN=GQ_KEYS,
+        D=dim,
+        num_warps=GQ_WARPS,
+        num_stages=GQ_STAGES,
+    )
     tiles = triton.cdiv(width, GK_KEYS)
     # A few parts per key tile fill the multiprocessors; a fixed order of the final sum keeps runs bitwise equal.
-    parts = max(1, min(triton.cdiv(rows, GK_TOKENS), triton.cdiv(528, tiles)))
-    span = triton.cdiv(triton.cdiv(rows, parts), GK_TOKENS) * GK_TOKENS
+    parts = max(1, min(triton.cdiv(rows, GROUP), triton.cdiv(1056, tiles)))
+    span = triton.cdiv(triton.cdiv(rows, parts), GROUP) * GROUP
     parts = triton.cdiv(rows, span)
     dk = torch.empty(parts, width, dim, dtype=torch.float32, device=q.device)
-    w_t = weights.t().float().contiguous()
-    q_tiles = TensorDescriptor.from_tensor(q.view(rows, heads * dim), [GK_TOKENS, dim])
+    tokens = max(1, 64 // heads)
+    q_tiles = TensorDescriptor.from_tensor(q.view(rows * heads, dim), [tokens * heads, dim])
     _grad_k[(tiles, parts)](
-        q_tiles, TensorDescriptor.from_tensor(k, [GK_KEYS, dim]), w_t, di, ends, dk, rows, width, key_lo, di.stride(0),
-        w_t.stride(0), span, heads, relu, BT=GK_TOKENS, BN=GK_KEYS, D=dim, num_warps=GK_WARPS, num_stages=GK_STAGES,
-    )  # fmt: skip
+        q_tiles,
+        TensorDescriptor.from_tensor(k, [GK_KEYS, dim]),
+        weights.float(),
+        di,
+        ends,
+        dk,
+        rows,
+        width,
+        key_lo,
+        di.stride(0),
+        span,
+        heads,
+        relu,
+        TOKENS=tokens,
+        GROUP=GROUP,
+        BN=GK_KEYS,
+        D=dim,
+        num_warps=GK_WARPS,
+        num_stages=GK_STAGES,
+    )
     return dq, dw, dk.sum(0)

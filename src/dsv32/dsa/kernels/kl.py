@@ -12,10 +12,28 @@ from dsv32.dsa.kernels.indexer import padded
 
 @triton.jit
 def _kl(
-    target, logits, idx, starts, ends, row_ok, factor, per_row, di, rows, width, columns, key_lo,
-    target_stride, logits_stride, idx_stride, di_stride,
-    SPARSE: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    target,
+    logits,
+    idx,
+    starts,
+    ends,
+    row_ok,
+    factor,
+    per_row,
+    di,
+    rows,
+    width,
+    columns,
+    key_lo,
+    target_stride,
+    logits_stride,
+    idx_stride,
+    di_stride,
+    SPARSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     target += row * target_stride
     logits += row * logits_stride
@@ -84,8 +102,15 @@ def sparse(target: Tensor, logits: Tensor, indices: Tensor, rows: Tensor | None)
     return _run(target, logits, indices, None, None, 0, rows, None)
 
 
-def dense(target: Tensor, logits: Tensor, starts: Tensor, ends: Tensor, key_lo: int, rows: Tensor | None,
-          factor: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def dense(
+    target: Tensor,
+    logits: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    key_lo: int,
+    rows: Tensor | None,
+    factor: Tensor,
+) -> tuple[Tensor, Tensor]:
     """(KL fp32 [rows], factor * d(KL)/d(logits) fp32) over keys starts[i] <= key_lo + column < ends[i].
 
     The gradient holds whole tiles (`indexer.padded`) with zeros wherever a key does not count.
@@ -93,8 +118,16 @@ def dense(target: Tensor, logits: Tensor, starts: Tensor, ends: Tensor, key_lo: 
     return _run(target, logits, None, starts, ends, key_lo, rows, factor)
 
 
-def _run(target: Tensor, logits: Tensor, indices: Tensor | None, starts: Tensor | None, ends: Tensor | None, key_lo: int,
-         rows: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _run(
+    target: Tensor,
+    logits: Tensor,
+    indices: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    key_lo: int,
+    rows: Tensor | None,
+    factor: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     count, width = target.shape
     per_row = torch.empty(count, dtype=torch.float32, device=target.device)
     if indices is None:
@@ -106,9 +139,27 @@ def _run(target: Tensor, logits: Tensor, indices: Tensor | None, starts: Tensor 
         none = per_row
         row_ok = rows.to(torch.uint8).contiguous() if rows is not None else none
         _kl[(di.size(0),)](
-            target, logits, indices if indices is not None else none, starts if starts is not None else none,
-            ends if ends is not None else none, row_ok, factor if factor is not None else none, per_row, di, count, width,
-            di.size(1), key_lo, target.stride(0), logits.stride(0), indices.stride(0) if indices is not None else 0, di.stride(0),
-            SPARSE=indices is not None, ROWS=rows is not None, FACTOR=factor is not None, BLOCK=block, num_warps=8,
-        )  # fmt: skip
+            target,
+            logits,
+            indices if indices is not None else none,
+            starts if starts is not None else none,
+            ends if ends is not None else none,
+            row_ok,
+            factor if factor is not None else none,
+            per_row,
+            di,
+            count,
+            width,
+            di.size(1),
+            key_lo,
+            target.stride(0),
+            logits.stride(0),
+            indices.stride(0) if indices is not None else 0,
+            di.stride(0),
+            SPARSE=indices is not None,
+            ROWS=rows is not None,
+            FACTOR=factor is not None,
+            BLOCK=block,
+            num_warps=8,
+        )
     return per_row, di

@@ -24,20 +24,40 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
 NOPE, ROPE = 512, 64
-BM, BK = 128, 64
+BK = 64
 STATISTICS, TARGET, GRADIENTS = 0, 1, 2
-# Columns of a tile, pipeline stages, by mode; two accumulators leave no registers for 256 columns.
-COLUMNS = {STATISTICS: 128, TARGET: 128, GRADIENTS: 128}
-STAGES = {STATISTICS: 3, TARGET: 3, GRADIENTS: 3}
+# (rows, columns, stages, warps) of a tile by mode, from the sweep in docs/dsa-kernels.md.
+SHAPES = {STATISTICS: (128, 128, 3, 8), TARGET: (128, 128, 3, 8), GRADIENTS: (128, 128, 3, 8)}
 
 
 @triton.jit
 def _tile(
-    q, do, kv, out_p, out_ds, lse2, delta, keep, starts, ends, out_a, out_b,
-    rows, width, key_lo, scale, keep_stride, out_stride,
-    H: tl.constexpr, MODE: tl.constexpr, KEEP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
+    q,
+    do,
+    kv,
+    out_p,
+    out_ds,
+    lse2,
+    delta,
+    keep,
+    starts,
+    ends,
+    out_a,
+    out_b,
+    rows,
+    width,
+    key_lo,
+    scale,
+    keep_stride,
+    out_stride,
+    H: tl.constexpr,
+    MODE: tl.constexpr,
+    KEEP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     pid_n = tl.program_id(0)
     pid_m = tl.program_id(1)
     r = pid_m * BM + tl.arange(0, BM)
@@ -105,7 +125,9 @@ def mark(indices: Tensor, key_lo: int, width: int) -> Tensor:
     keep = torch.zeros(rows + 15, triton.cdiv(width, 256) * 256, dtype=torch.uint8, device=indices.device)
     if rows and topk and width:
         block = triton.next_power_of_2(topk)
-        _mark[(rows,)](indices, keep, key_lo, width, indices.stride(0), keep.stride(0), topk, BLOCK=block, num_warps=4)
+        _mark[(rows,)](
+            indices, keep, key_lo, width, indices.stride(0), keep.stride(0), topk, BLOCK=block, num_warps=4
+        )
     return keep
 
 
@@ -154,8 +176,18 @@ def within(indices: Tensor, key_lo: int, key_hi: int, out: Tensor) -> Tensor:
     rows, topk = indices.shape
     length = torch.empty(rows, dtype=torch.int32, device=indices.device)
     if rows:
-        _within[(rows,)](indices, out, length, key_lo, key_hi, indices.stride(0), out.stride(0), topk,
-                         BLOCK=triton.next_power_of_2(topk), num_warps=4)  # fmt: skip
+        _within[(rows,)](
+            indices,
+            out,
+            length,
+            key_lo,
+            key_hi,
+            indices.stride(0),
+            out.stride(0),
+            topk,
+            BLOCK=triton.next_power_of_2(topk),
+            num_warps=4,
+        )
     return length
 
 
@@ -165,44 +197,94 @@ def pick(dense: Tensor, indices: Tensor, key_lo: int, out: Tensor) -> None:
     if rows and topk:
         block = triton.next_power_of_2(topk)
         _pick[(rows,)](
-            dense, indices, out, key_lo, dense.size(1), dense.stride(0), indices.stride(0), out.stride(0), topk,
-            BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            dense,
+            indices,
+            out,
+            key_lo,
+            dense.size(1),
+            dense.stride(0),
+            indices.stride(0),
+            out.stride(0),
+            topk,
+            BLOCK=block,
+            num_warps=4,
+        )
 
 
-def _launch(mode: int, query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float,
-            out_a: Tensor, out_b: Tensor, out_stride: int, lse2: Tensor | None = None, delta: Tensor | None = None,
-            dout: Tensor | None = None, keep: Tensor | None = None) -> None:  # fmt: skip
+def _launch(
+    mode: int,
+    query: Tensor,
+    kv: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    key_lo: int,
+    width: int,
+    scale: float,
+    out_a: Tensor,
+    out_b: Tensor,
+    out_stride: int,
+    lse2: Tensor | None = None,
+    delta: Tensor | None = None,
+    dout: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> None:
     tokens, heads, dim = query.shape
     if dim != NOPE + ROPE or kv.shape[-1] != dim or heads not in (8, 16, 32, 64, 128):
-        raise ValueError(f"tiles need head dim 576 and 8 to 128 heads (power of two), got {tuple(query.shape)}")
+        raise ValueError(
+            f"tiles need head dim 576 and 8 to 128 heads (power of two), got {tuple(query.shape)}"
+        )
     if not (query.is_contiguous() and kv.is_contiguous() and (dout is None or dout.is_contiguous())):
         raise ValueError("tiles need contiguous query, kv and dout")
     rows = tokens * heads
-    columns = COLUMNS[mode]
-    grid = (triton.cdiv(width, columns), triton.cdiv(rows, BM))
-    q_tiles = TensorDescriptor.from_tensor(query.view(rows, dim), [BM, BK])
+    bm, columns, stages, warps = SHAPES[mode]
+    bm = max(bm, heads) if mode == TARGET else bm  # a target tile holds whole tokens
+    grid = (triton.cdiv(width, columns), triton.cdiv(rows, bm))
+    q_tiles = TensorDescriptor.from_tensor(query.view(rows, dim), [bm, BK])
     k_tiles = TensorDescriptor.from_tensor(kv, [columns, BK])
-    do_tiles = q_tiles if dout is None else TensorDescriptor.from_tensor(dout.view(rows, NOPE), [BM, BK])
+    do_tiles = q_tiles if dout is None else TensorDescriptor.from_tensor(dout.view(rows, NOPE), [bm, BK])
     p_tiles, ds_tiles = q_tiles, q_tiles
     if mode == GRADIENTS:
-        p_tiles, ds_tiles = (TensorDescriptor.from_tensor(t, [BM, columns]) for t in (out_a, out_b))
+        p_tiles, ds_tiles = (TensorDescriptor.from_tensor(t, [bm, columns]) for t in (out_a, out_b))
     _tile[grid](
-        q_tiles, do_tiles, k_tiles, p_tiles, ds_tiles, lse2 if lse2 is not None else starts,
-        delta if delta is not None else starts, keep if keep is not None else starts, starts, ends, out_a, out_b,
-        rows, width, key_lo, scale, keep.stride(0) if keep is not None else 0, out_stride,
-        H=heads, MODE=mode, KEEP=keep is not None, BM=BM, BN=columns, BK=BK, STEPS=dim // BK,
-        num_warps=8, num_stages=STAGES[mode],
-    )  # fmt: skip
+        q_tiles,
+        do_tiles,
+        k_tiles,
+        p_tiles,
+        ds_tiles,
+        lse2 if lse2 is not None else starts,
+        delta if delta is not None else starts,
+        keep if keep is not None else starts,
+        starts,
+        ends,
+        out_a,
+        out_b,
+        rows,
+        width,
+        key_lo,
+        scale,
+        keep.stride(0) if keep is not None else 0,
+        out_stride,
+        H=heads,
+        MODE=mode,
+        KEEP=keep is not None,
+        BM=bm,
+        BN=columns,
+        BK=BK,
+        STEPS=dim // BK,
+        num_warps=warps,
+        num_stages=stages,
+    )
 
 
-def statistics(query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float) -> Tensor:
+def statistics(
+    query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float
+) -> Tensor:
     """Natural log-sum-exp over each row's valid keys in [key_lo, key_lo + width): fp32 [tokens, H].
 
     query: bf16 [tokens, H, 576]; kv: bf16 [sk, 576]; starts, ends: int32 [tokens]. -inf for a row without keys.
     """
     tokens, heads, _ = query.shape
-    tiles = triton.cdiv(width, COLUMNS[STATISTICS])
+    tiles = triton.cdiv(width, SHAPES[STATISTICS][1])
     m = torch.empty(tokens * heads, tiles, dtype=torch.float32, device=query.device)
     total = torch.empty_like(m)
     _launch(STATISTICS, query, kv, starts, ends, key_lo, width, scale, m, total, tiles)
@@ -212,8 +294,17 @@ def statistics(query: Tensor, kv: Tensor, starts: Tensor, ends: Tensor, key_lo: 
     return (lse2 / LOG2E).view(tokens, heads)
 
 
-def target(query: Tensor, kv: Tensor, lse2: Tensor, starts: Tensor, ends: Tensor, key_lo: int, width: int, scale: float,
-           keep: Tensor | None = None) -> Tensor:  # fmt: skip
+def target(
+    query: Tensor,
+    kv: Tensor,
+    lse2: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    key_lo: int,
+    width: int,
+    scale: float,
+    keep: Tensor | None = None,
+) -> Tensor:
     """Sum over heads of exp(s - lse) at each valid (and kept) key: fp32 [tokens, width].
 
     lse2: `base2(lse)`, [tokens, H]; +inf for a head that must add nothing.
@@ -224,16 +315,42 @@ def target(query: Tensor, kv: Tensor, lse2: Tensor, starts: Tensor, ends: Tensor
     return out
 
 
-def gradients(query: Tensor, kv: Tensor, lse2: Tensor, delta: Tensor, dout: Tensor, starts: Tensor, ends: Tensor,
-              key_lo: int, width: int, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gradients(
+    query: Tensor,
+    kv: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    dout: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    key_lo: int,
+    width: int,
+    scale: float,
+    keep: Tensor,
+) -> tuple[Tensor, Tensor]:
     """P and dS in the type of query, [tokens * H, width]; zero where a key is not kept. lse2: `base2(lse)`."""
     rows = query.size(0) * query.size(1)
     # Rows start 128 bytes apart at least, or the matrix products that follow leave their aligned kernels.
     stride = triton.cdiv(width, 64) * 64
     p = torch.empty(rows, stride, dtype=query.dtype, device=query.device)
     ds = torch.empty_like(p)
-    _launch(GRADIENTS, query, kv, starts, ends, key_lo, width, scale, p, ds, stride, lse2=lse2, delta=delta,
-            dout=dout, keep=keep)  # fmt: skip
+    _launch(
+        GRADIENTS,
+        query,
+        kv,
+        starts,
+        ends,
+        key_lo,
+        width,
+        scale,
+        p,
+        ds,
+        stride,
+        lse2=lse2,
+        delta=delta,
+        dout=dout,
+        keep=keep,
+    )
     return p[:, :width], ds[:, :width]
 
 
