@@ -108,7 +108,7 @@ def latent_attention(
     eps: float,
     sparse_loss: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Multi-latent attention with DSA for one sequence x [s, h]: output [s, h], KL divergence of each row [s].
+    """Multi-latent attention with DSA for one sequence x [s, h]: output [s, h], KL divergence of each row.
 
     Source: DeepSeek-V2 report, section 2.1.2 and appendix C, for the projections; no yarn.
     """

@@ -1,4 +1,4 @@
-"""Transformers' DeepSeek-V3.2: what it needs on CPU, precision on load, and the multi-token prediction layer."""
+"""Transformers' DeepSeek-V3.2: what it needs on CPU, precision on load, the multi-token prediction layer."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ def install() -> None:
     _redirect_generators()
     _redirect_streams()
     _complete_gloo()
+    _complete_checkpoint_load()
     _redirect_megatron()
 
 
@@ -239,6 +241,22 @@ def _complete_gloo() -> None:
     dist.all_reduce = reduce_all
     dist.reduce_scatter_tensor = reduce_scatter_tensor
     dist.reduce_scatter = reduce_scatter
+
+
+def _complete_checkpoint_load() -> None:
+    """Megatron loads with ``no_dist`` and a positional reader, which torch 2.6 knows only one level below."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict_loader
+
+    if "no_dist" in inspect.signature(checkpoint.load).parameters:
+        return
+
+    def load(
+        state_dict: dict[str, Any], storage_reader: Any, *, planner: Any = None, no_dist: bool = False
+    ) -> None:
+        state_dict_loader._load_state_dict(state_dict, storage_reader, planner=planner, no_dist=no_dist)
+
+    checkpoint.load = load
 
 
 def _share_storage(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,0 +1,123 @@
+"""What a training run is told, and what is refused before any work."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv32.training.errors import TrainingError
+from dsv32.training.model import Parallel
+from dsv32.training.sizes import SIZES, Size
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STAGES = ("sparse", "warmup")
+LAYOUTS = ("thd", "sbhd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """A run.
+
+    ``stage``: ``warmup`` trains the indexer alone, against dense attention and with the loss over all tokens;
+    ``sparse`` trains everything with attention to the indexer's top-k.
+    ``sequence_length``: rows of a sample.  ``global_batch``: samples of a step over all ranks.
+    """
+
+    data: Path
+    out: Path
+    size: str = "tiny"
+    stage: str = "sparse"
+    layout: str = "thd"
+    parallel: Parallel = field(default_factory=Parallel)
+    steps: int = 200
+    sequence_length: int = 128
+    global_batch: int = 8
+    micro_batch: int = 1
+    learning_rate: float = 3e-3
+    warmup_steps: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    optimizer: str = "adam"
+    distributed_optimizer: bool = False
+    indexer_loss: float = 1.0
+    dtype: str = "fp32"
+    layers: str = "local"
+    kernels: str = "none"
+    kernels_strict: bool = False
+    recompute: bool = False
+    seed: int = 1234
+    save_every: int = 0
+    load: Path | None = None
+
+    @property
+    def model_size(self) -> Size:
+        """The size by its name."""
+        return SIZES[self.size]
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of a packed document are a multiple of it: two chunks a cp rank, each whole under tp."""
+        return 2 * self.parallel.cp * self.parallel.tp if self.parallel.cp > 1 else self.parallel.tp
+
+    def check(self, *, world_size: int) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            TrainingError: naming the setting, what it is and what it may be.
+        """
+        for name, value, allowed in (
+            ("size", self.size, tuple(SIZES)),
+            ("stage", self.stage, STAGES),
+            ("layout", self.layout, LAYOUTS),
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("layers", self.layers, ("local", "te")),
+            ("optimizer", self.optimizer, ("adam", "sgd")),
+        ):
+            if value not in allowed:
+                raise TrainingError(f"--{name} {value}", f"choose one of {', '.join(allowed)}")
+        for name, number in (
+            ("steps", self.steps),
+            ("sequence-length", self.sequence_length),
+            ("global-batch", self.global_batch),
+            ("micro-batch", self.micro_batch),
+        ):
+            if number < 1:
+                raise TrainingError(f"--{name} {number}", "give a number of at least 1")
+        try:
+            self.parallel.check(
+                size=self.model_size, world_size=world_size, sequence_length=self.sequence_length
+            )
+        except ValueError as error:
+            raise TrainingError(str(error), "change --tp, --cp, --ep, --pp or the number of ranks") from None
+        data_ranks = world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
+        if self.global_batch % (data_ranks * self.micro_batch):
+            raise TrainingError(
+                f"--global-batch {self.global_batch} is not a multiple of {data_ranks} data-parallel ranks "
+                f"x --micro-batch {self.micro_batch}",
+                f"use a multiple of {data_ranks * self.micro_batch}",
+            )
+        if self.layout == "thd" and self.micro_batch != 1:
+            raise TrainingError(
+                f"--micro-batch {self.micro_batch} with --layout thd",
+                "a packed sample is a batch of its own: use --micro-batch 1 and a longer --sequence-length",
+            )
+        if self.stage == "warmup" and self.recompute:
+            raise TrainingError(
+                "--recompute with --stage warmup",
+                "the frozen layers keep nothing for the backward pass: leave --recompute away",
+            )
+        if self.stage == "warmup" and not self.indexer_loss:
+            raise TrainingError("--indexer-loss 0 with --stage warmup", "nothing would be trained")
+        if self.distributed_optimizer and self.optimizer != "adam":
+            raise TrainingError("--distributed-optimizer with sgd", "Megatron shards Adam only")
+        if self.load is not None and not self.load.is_dir():
+            raise TrainingError(f"--load {self.load} does not exist", "give a step-… folder of a run's --out")
+
+    def record(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
+        }
