@@ -14,9 +14,9 @@ import sys
 SHARES = 4
 
 
-def main(prefix: str) -> int:
-    """Deal the sources below the prefix to processes; the number of processes that failed."""
-    sources = sorted(missing(os.path.join(prefix, "lib")) + missing(os.path.join(prefix, "share")))
+def main(folders: list[str]) -> int:
+    """Deal the sources below the folders to processes; the number of processes that failed."""
+    sources = sorted(source for folder in folders for source in missing(folder))
     if not sources:
         return 0
     running: list[subprocess.Popen[str]] = []
@@ -66,4 +66,4 @@ def compile_share() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(compile_share() if sys.argv[1] == "--share" else main(sys.argv[1]))
+    sys.exit(compile_share() if sys.argv[1] == "--share" else main(sys.argv[1:]))

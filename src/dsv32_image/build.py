@@ -14,7 +14,7 @@ from dsv32_image.layers import plan_layers
 from dsv32_image.lock import patch_series
 from dsv32_image.lockfile import read_lock, require_fresh
 from dsv32_image.rootfs import make_rootfs
-from dsv32_image.stages import engine_layers, finish_layer
+from dsv32_image.stages import Scratch, engine_layers, finish_layer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,11 +47,18 @@ def build(request: BuildRequest, ui: Ui) -> ImageDigest:
         layout = root / "dist" / name
         done = None if request.fresh else _finished(layout, key)
         if done is None:
-            layers, start = _layers(request, lock, plans, ui)
-            with ui.step("build", f"writing the image to {layout.relative_to(root)}"):
-                done = oci.write_layout(layout, layers, _image_config(request.config, start, labels), name)
-                _note(layout, key, done)
-        _load(request, layout, done, ui)
+            with temporary_folder(root / "build" / name / "layers") as folder:
+                scratch = Scratch(folder=folder)
+                layers, start = _layers(request, lock, plans, scratch, ui)
+                with ui.step("build", f"writing the image to {layout.relative_to(root)}"):
+                    done = oci.write_layout(
+                        layout, layers, _image_config(request.config, start, labels), name
+                    )
+                    _note(layout, key, done)
+                _load(request, layout, done, scratch.plain, ui)
+                for tag in scratch.tags:
+                    request.engine.remove(tag)
+        _load(request, layout, done, {}, ui)
         return done
 
 
@@ -68,7 +75,8 @@ def full_context(request: ContextRequest, ui: Ui) -> Path:
         require_fresh(lock, request.config, patch_series(root))
         plans = plan_layers(root, request.config, request.variant, lock)
         request.fetch(list(lock.files(name)))
-        base = request.cache.get(plans[0]) or _base_layer(request, plans[0], work, ui)
+        with temporary_folder(work / "layers") as folder:
+            base = request.cache.get(plans[0]) or _base_layer(request, plans[0], Scratch(folder=folder), ui)
         context = work / "context"
         with ui.step("wheels", "patched wheels and the build context"):
             make_context(root, request.config, lock, name, plans[1:], request.store, work / "wheels", context)
@@ -78,7 +86,7 @@ def full_context(request: ContextRequest, ui: Ui) -> Path:
 
 
 def _layers(
-    request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan], ui: Ui
+    request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan], scratch: Scratch, ui: Ui
 ) -> tuple[list[NamedLayer], Mapping[str, object]]:
     """All layers, made where they are not in the cache, and what a container starts with."""
     found: list[NamedLayer] = []
@@ -99,22 +107,23 @@ def _layers(
     for plan in missing:
         wanted += [*plan.section.debs, *plan.section.wheels]
     request.fetch(wanted)
-    work = request.root / "build" / request.variant.name
     if not found:
-        found.append(_base_layer(request, missing[0], work, ui))
+        found.append(_base_layer(request, missing[0], scratch, ui))
         missing = missing[1:]
-    made, begin = engine_layers(request, lock, plans, found, missing, work, ui)
+    made, begin = engine_layers(request, lock, plans, found, missing, scratch, ui)
     return [*found, *made], begin
 
 
-def _base_layer(request: ContextRequest, plan: LayerPlan, work: Path, ui: Ui) -> NamedLayer:
-    with temporary_folder(work / "base") as folder:
-        tar = folder / "rootfs.tar"
-        with ui.step("rootfs", f"{len(plan.section.debs)} Debian packages, mmdebstrap"):
-            make_rootfs(request.config, plan.section.debs, request.store, tar, work / "log" / "rootfs.txt")
-        with ui.step("layer", plan.name), oci.scan_layer(tar) as scanned:
-            empty = oci.Tree()
-            return finish_layer(request, plan, (empty, empty.apply(scanned.change)), [scanned], folder)
+def _base_layer(request: ContextRequest, plan: LayerPlan, scratch: Scratch, ui: Ui) -> NamedLayer:
+    tar = scratch.folder / "rootfs.tar"
+    log = request.root / "build" / request.variant.name / "log" / "rootfs.txt"
+    with ui.step("rootfs", f"{len(plan.section.debs)} Debian packages, mmdebstrap"):
+        make_rootfs(request.root, request.config, plan.section.debs, request.store, tar, log)
+    with ui.step("layer", plan.name), oci.scan_layer(tar) as scanned:
+        empty = oci.Tree()
+        layer = finish_layer(request, plan, (empty, empty.apply(scanned.change)), [scanned], scratch)
+    tar.unlink()
+    return layer
 
 
 def _image_config(config: Config, start: Mapping[str, object], labels: Mapping[str, str]) -> oci.ImageConfig:
@@ -150,7 +159,9 @@ def _note(layout: Path, key: str, digest: ImageDigest) -> None:
     write_atomic(layout.with_suffix(".json"), (json.dumps(note, indent=1) + "\n").encode())
 
 
-def _load(request: BuildRequest, layout: Path, digest: ImageDigest, ui: Ui) -> None:
+def _load(
+    request: BuildRequest, layout: Path, digest: ImageDigest, plain: Mapping[str, Path], ui: Ui
+) -> None:
     tag = image_tag(request.variant.name)
     if request.engine.image_id(tag) == digest.config:
         return
@@ -158,7 +169,7 @@ def _load(request: BuildRequest, layout: Path, digest: ImageDigest, ui: Ui) -> N
         ui.step("build", f"loading {tag} into {request.engine.name}"),
         temporary_folder(request.root / "build" / request.variant.name / "load") as folder,
     ):
-        request.engine.load(layout, tag, folder)
+        request.engine.load(layout, tag, folder, plain)
 
 
 def clean(root: Path, cache: Path, *, everything: bool) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from dsv32_image import proc
 from dsv32_image.errors import BuildError, EngineError, UsageError
-from dsv32_image.oci import write_docker_archive
+from dsv32_image.oci import write_docker_archive, write_loading_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 NAMES = ("docker", "podman", "buildah")
 _OLDEST_DOCKER = (20, 10)
@@ -40,8 +41,11 @@ class Engine(Protocol):
     name: str
     description: str
 
-    def load(self, layout: Path, tag: str, work: Path) -> None:
-        """Make an OCI layout known as an image of that tag."""
+    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
+        """Make an OCI layout known as an image of that tag.
+
+        `plain` has the uncompressed tar of some layers by diff_id.
+        """
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         """Run the Dockerfile with the network off and without the engine's own cache."""
@@ -94,15 +98,16 @@ class _CliEngine:
         self.program = program
         self.description = description
 
-    def load(self, layout: Path, tag: str, work: Path) -> None:
+    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
         archive = work / "load.tar"
-        write_docker_archive(layout, archive, tag)
+
+        def load_from(folder: Path) -> None:
+            write_docker_archive(folder, archive, tag)
+            command = [self.program, "load", "--input", str(archive)]
+            proc.run(command, what=f"loading {tag} into {self.name}", error=EngineError)
+
         try:
-            proc.run(
-                [self.program, "load", "--input", archive],
-                what=f"loading {tag} into {self.name}",
-                error=EngineError,
-            )
+            _load_lean(load_from, layout, work, plain, _layers_of(self.program, _own_tags(self.program)))
         finally:
             archive.unlink(missing_ok=True)
 
@@ -192,13 +197,28 @@ class BuildahEngine:
         # Inside a container there is often no cgroup or mount right for a runtime; chroot needs none.
         self._isolation = os.environ.get("BUILDAH_ISOLATION", "chroot")
 
-    def load(self, layout: Path, tag: str, work: Path) -> None:
+    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
         skopeo = proc.require("skopeo", "skopeo")
-        proc.run(
-            [skopeo, "--insecure-policy", "copy", "--quiet", f"oci:{layout}", f"containers-storage:{tag}"],
-            what=f"loading {tag} into buildah's storage",
-            error=EngineError,
-        )
+
+        def load_from(folder: Path) -> None:
+            copy = [
+                skopeo,
+                "--insecure-policy",
+                "copy",
+                "--quiet",
+                f"oci:{folder}",
+                f"containers-storage:{tag}",
+            ]
+            proc.run(copy, what=f"loading {tag} into buildah's storage", error=EngineError)
+
+        known: set[str] = set()
+        for own in _own_tags(self.program):
+            done = subprocess.run(
+                [self.program, "inspect", "--type", "image", own], capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0:
+                known.update(json.loads(done.stdout)["OCIv1"]["rootfs"]["diff_ids"])
+        _load_lean(load_from, layout, work, plain, known)
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         command = [self.program, "build", "--isolation", self._isolation, "--pull-never", "--layers=false"]
@@ -257,6 +277,39 @@ class BuildahEngine:
         unshare = [proc.require("unshare", "util-linux"), "--net"]
         unshare += [] if os.geteuid() == 0 else ["--map-root-user"]
         return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
+
+
+def _load_lean(
+    load_from: Callable[[Path], None], layout: Path, work: Path, plain: Mapping[str, Path], known: set[str]
+) -> None:
+    """Load without gzip and without what the engine holds; if it does not take that, the layout as it is."""
+    lean = work / "load"
+    try:
+        write_loading_layout(layout, lean, plain=plain, known=known)
+        load_from(lean)
+    except EngineError:
+        load_from(layout)
+    finally:
+        shutil.rmtree(lean, ignore_errors=True)
+
+
+def _own_tags(program: str) -> list[str]:
+    """The images of this project that an engine holds; their layers need not be loaded again."""
+    done = subprocess.run(
+        [program, "images", "--format", "{{.Repository}}:{{.Tag}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line for line in done.stdout.splitlines() if line.startswith("localhost/dsv32")]
+
+
+def _layers_of(program: str, tags: Sequence[str]) -> set[str]:
+    if not tags:
+        return set()
+    command = [program, "image", "inspect", "--format", "{{json .RootFS.Layers}}", *tags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {layer for line in done.stdout.splitlines() for layer in json.loads(line) or []}
 
 
 def _build_args(args: Mapping[str, str]) -> list[str]:

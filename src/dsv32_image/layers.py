@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dsv32_image import wheels
 from dsv32_image.files import sha256_file, sha256_parts, temporary_folder, tree_digest, write_atomic
 from dsv32_image.oci import LayerBlob, NamedLayer, Tree
+from dsv32_image.oci.layer import LAYER_FORMAT
 from dsv32_image.own_wheel import project_version
 from dsv32_image.rootfs import rootfs_key
 
@@ -45,7 +46,7 @@ def plan_layers(root: Path, config: Config, variant: VariantConfig, lock: Lock) 
     toolkit = [sha256_file(root / "docker" / name) for name in TOOLKIT] + [tool.sha256 for tool in lock.tools]
     for layer, section in zip(variant.layers, lock.variant(variant.name), strict=True):
         if not plans:
-            key = rootfs_key(config, section.debs)
+            key = sha256_parts(rootfs_key(root, config, section.debs), f"layer {LAYER_FORMAT}")
         else:
             key = sha256_parts(
                 plans[-1].key,

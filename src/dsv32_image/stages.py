@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv32_image import oci
@@ -47,17 +47,27 @@ class BuildRequest(ContextRequest):
     fresh: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """What lives as long as one build: a folder, tars of layers just made by diff_id, tags to forget."""
+
+    folder: Path
+    plain: dict[str, Path] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+
+
 def engine_layers(
     request: BuildRequest,
     lock: Lock,
     plans: Sequence[LayerPlan],
     below: Sequence[NamedLayer],
     missing: Sequence[LayerPlan],
-    work: Path,
+    scratch: Scratch,
     ui: Ui,
 ) -> tuple[list[NamedLayer], Mapping[str, object]]:
     """Run the Dockerfile's stages for `missing` on an image of the layers below; their canonical layers."""
     engine, config = request.engine, request.config
+    work = request.root / "build" / request.variant.name
     context, log = work / "context", work / "log" / "engine.txt"
     with ui.step("wheels", "patched wheels and the build context"):
         make_context(
@@ -68,8 +78,9 @@ def engine_layers(
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
             part = oci.write_layout(folder / "part", below, oci.ImageConfig(created=config.epoch), "part")
+            scratch.tags.extend([parent, made_tag])
             if engine.image_id(parent) != part.config:
-                engine.load(folder / "part", parent, folder)
+                engine.load(folder / "part", parent, folder, scratch.plain)
         with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in missing)}"):
             args = {f"KEY_{plan.name.upper()}": plan.key for plan in missing}
             dockerfile = work / "Dockerfile"
@@ -90,12 +101,10 @@ def engine_layers(
                 after = tree
                 for scan in scans:
                     after = after.apply(scan.change)
-                made.append(finish_layer(request, plan, (tree, after), scans, folder))
+                made.append(finish_layer(request, plan, (tree, after), scans, scratch))
                 tree = after
         start = _start(exported.config)
         request.cache.put_start(plans[-1], start)
-    engine.remove(made_tag)
-    engine.remove(parent)
     return made, start
 
 
@@ -120,11 +129,12 @@ def finish_layer(
     plan: LayerPlan,
     states: tuple[Tree, Tree],
     scans: Sequence[oci.ScannedLayer],
-    folder: Path,
+    scratch: Scratch,
 ) -> NamedLayer:
     """Write the canonical layer between two states and take it into the cache."""
-    blob_path = folder / f"{plan.name}.tar.gz"
-    blob = oci.write_layer(*states, scans, blob_path, epoch=request.config.epoch)
+    blob_path, plain = (scratch.folder / f"{plan.name}{end}" for end in (".tar.gz", ".tar"))
+    blob = oci.write_layer(*states, scans, blob_path, epoch=request.config.epoch, plain=plain)
+    scratch.plain[blob.diff_id] = plain
     return request.cache.put(plan, blob_path, blob, states[1])
 
 

@@ -16,6 +16,7 @@ from dsv32_image.oci.layout import (
     write_docker_archive,
     write_layout,
 )
+from dsv32_image.oci.loading import write_loading_layout
 from dsv32_image.oci.tree import Tree
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "write_docker_archive",
     "write_layer",
     "write_layout",
+    "write_loading_layout",
 ]

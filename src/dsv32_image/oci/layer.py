@@ -8,13 +8,14 @@ are numeric, PAX records stand only where ustar cannot hold a value, and the tar
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.oci import tarheader as tar
 from dsv32_image.oci.entry import WHITEOUT, Entry, Kind, LayerChange, show
-from dsv32_image.oci.files import replacing
+from dsv32_image.oci.files import disk_full, replacing
 from dsv32_image.oci.gzipstream import CHUNK, GzipPool
 from dsv32_image.oci.scan import ScannedLayer, scan_layer
 from dsv32_image.oci.tree import Tree, diff
@@ -63,6 +64,7 @@ def write_layer(
     out: Path,
     *,
     epoch: int,
+    plain: Path | None = None,
     workers: int | None = None,
 ) -> LayerBlob:
     """Writes the canonical layer that leads from `old` to `new`; `out` appears whole or not at all.
@@ -74,6 +76,7 @@ def write_layer(
             below if one of them hard-links to a file it does not hold.
         out: The gzip file.
         epoch: Time of every entry, seconds since 1970.
+        plain: Where to write the tar stream as well, uncompressed; what was there is overwritten.
         workers: Processes that compress; changes the speed, never the bytes. None: one a processor.
 
     Raises:
@@ -82,18 +85,23 @@ def write_layer(
         BuildError: A compressing process was killed.
     """
     change = diff(old, new)
-    plain, packed = hashlib.sha256(), hashlib.sha256()
+    unpacked, packed = hashlib.sha256(), hashlib.sha256()
     sizes = [0, 0]
 
-    def chunks() -> Iterator[bytes]:
+    def chunks(copy: IO[bytes] | None) -> Iterator[bytes]:
         for chunk in _cut(_tar_stream(new, change, sources, epoch)):
-            plain.update(chunk)
+            unpacked.update(chunk)
             sizes[0] += len(chunk)
+            if copy is not None:
+                with disk_full(plain or out):
+                    copy.write(chunk)
             yield chunk
 
     try:
-        with GzipPool(workers) as pool, replacing(out) as file:
-            for member in pool.compress(chunks()):
+        with ExitStack() as stack:
+            pool, file = stack.enter_context(GzipPool(workers)), stack.enter_context(replacing(out))
+            copy = stack.enter_context(plain.open("wb")) if plain else None
+            for member in pool.compress(chunks(copy)):
                 packed.update(member)
                 sizes[1] += len(member)
                 file.write(member)
@@ -101,7 +109,7 @@ def write_layer(
         raise BuildError(f"{out}: {error}", "out of memory? run it again") from error
     return LayerBlob(
         digest=f"sha256:{packed.hexdigest()}",
-        diff_id=f"sha256:{plain.hexdigest()}",
+        diff_id=f"sha256:{unpacked.hexdigest()}",
         size=sizes[1],
         uncompressed_size=sizes[0],
     )

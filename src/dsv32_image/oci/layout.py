@@ -189,9 +189,7 @@ def write_docker_archive(layout: Path, out: Path, tag: str) -> None:
         ImageLayoutError: The layout is not whole.
     """
     try:
-        entry = _only_manifest(layout)
-        manifest = json.loads(_checked(layout, entry).read_bytes())
-        config = json.loads(_checked(layout, manifest["config"]).read_bytes())
+        entry, manifest, config = manifest_of(layout)
         names = [_blob(layer) for layer in manifest["layers"]]
         epoch = int(datetime.fromisoformat(config["created"]).timestamp())
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -212,6 +210,40 @@ def write_docker_archive(layout: Path, out: Path, tag: str) -> None:
         for name, document in documents.items():
             _append(file, name, len(document), [document], epoch)
         file.write(bytes(2 * tar.BLOCK))
+
+
+def manifest_of(layout: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The index entry, the manifest and the config of a layout's one image.
+
+    Raises:
+        ImageLayoutError: A file is missing or has another size.
+        OSError, ValueError, KeyError, TypeError, IndexError: It is no layout at all.
+    """
+    entry = _only_manifest(layout)
+    manifest = json.loads(_checked(layout, entry).read_bytes())
+    return entry, manifest, json.loads(_checked(layout, manifest["config"]).read_bytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Canonical JSON and what an index says of it."""
+
+    data: bytes
+
+    @property
+    def hex(self) -> str:
+        """The sha256, also the blob's file name."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def descriptor(self) -> dict[str, Any]:
+        """Digest and size."""
+        return {"digest": f"sha256:{self.hex}", "size": len(self.data)}
+
+
+def canonical_json(document: object) -> Document:
+    """JSON of which there is only one form: sorted keys, no spaces, UTF-8."""
+    return Document(data=_canonical(document))
 
 
 def _canonical(document: object) -> bytes:
