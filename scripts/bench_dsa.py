@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Time the DSA operations on this GPU: ours, the best public kernels, stock megatron-core 0.19.2, and the floor.
+"""Time the DSA operations on this GPU: ours, the best public kernels, stock Megatron, and the floor.
 
     PYTHONPATH=src python scripts/bench_dsa.py --out docs/reports/<date>-h200
 
-Medians of CUDA-event times after warm-up, all peers in one run on the same random inputs; what is compared are ratios.
-Public: FlashMLA forward (sgl-flash-mla, use_legacy, heads padded beforehand) and the cuDNN frontend's DSA kernels, put
-together as they come. Stock: megatron-core's tilelang backend; left out where tilelang is not importable. Floor: useful
-FLOPs over the measured matrix rate. Writes bench.json, bench.md and bench.png (with matplotlib) under --out.
+Medians of CUDA-event times after warm-up, all peers in one run on the same random inputs; what is compared
+are ratios. Public: FlashMLA forward (sgl-flash-mla, use_legacy, heads padded beforehand) and the cuDNN
+frontend's DSA kernels, put together as they come. Stock: megatron-core's tilelang backend; left out where
+tilelang is not importable. Floor: useful FLOPs over the measured matrix rate. Writes bench.json, bench.md and
+bench.png (with matplotlib) under --out.
 """
 
+# ruff: noqa: ANN401, D102, D103, PLC0415  # peers without types, imported only where present; rows are named after what they time
 from __future__ import annotations
 
 import argparse
@@ -19,18 +21,20 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dsv32.dsa import attention, gpu, loss, plan, selection
 from dsv32.dsa.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SCALE, TOPK, BF16 = 192**-0.5, 2048, torch.bfloat16
 SETTINGS = Settings(strict=True)
@@ -74,8 +78,8 @@ class Row:
 
 
 HEAD = (
-    "| operation | shape | ours ms | ours deterministic ms | public ms | stock ms | floor ms | public / ours | stock / ours "
-    "| ours peak GiB | note |\n|" + "---|" * 11
+    "| operation | shape | ours ms | ours deterministic ms | public ms | stock ms | floor ms | public / ours "
+    "| stock / ours | ours peak GiB | note |\n|" + "---|" * 11
 )
 
 
@@ -422,7 +426,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_rows(b: Bench, case: Case) -> None:
-    """cuDNN's fp8 scores: their time, and how many of the chosen keys differ from bf16's choice (random inputs)."""
+    """Time of cuDNN's fp8 scores, and how many chosen keys differ from bf16's choice (random inputs)."""
     q8, q_scale = quantise(case.iq)
     k8, k_scale = quantise(case.ik)
     dsa = gpu.cudnn_dsa()
@@ -453,7 +457,8 @@ def fp8_rows(b: Bench, case: Case) -> None:
         marks = torch.zeros(rows, case.sk + 1, dtype=torch.bool, device="cuda")
         marks.scatter_(1, torch.where(chosen < 0, case.sk, chosen).long(), True)
         kept = torch.gather(marks, 1, case.indices[-rows:].clamp_min(0).long())[case.indices[-rows:] >= 0]
-        note = f"ours column: fp8, public: bf16; {100 * (1 - kept.float().mean().item()):.2f} % of the chosen keys differ"
+        differ = 100 * (1 - kept.float().mean().item())
+        note = f"ours column: fp8, public: bf16; {differ:.2f} % of the chosen keys differ"
     b.add(
         Row(operation="indexer scores, cuDNN fp8", shape=f"{rows}x{case.sk}", ours=ms, public=bf16, note=note)
     )
@@ -550,11 +555,11 @@ def write(out: Path, b: Bench, info: dict[str, str]) -> None:
     (out / "bench.json").write_text(json.dumps(data, indent=1) + "\n")
     lines = ["# DSA operations on one GPU", ""] + [f"* {k}: {v}" for k, v in info.items()]
     lines += [
-        f"* ceilings in this run: bf16 8192x8192x8192 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s",
+        f"* ceilings in this run: bf16 8192^3 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s",
         f"* command: `{' '.join(['python', *sys.argv])}`",
         "",
-        "Medians of CUDA-event times. Peak memory is what a call allocates above its inputs. An empty cell was not "
-        "measured.",
+        "Medians of CUDA-event times. Peak memory is what a call allocates above its inputs. An empty cell "
+        "was not measured.",
         "",
         HEAD,
         *(r.line() for r in b.rows),

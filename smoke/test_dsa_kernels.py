@@ -1,15 +1,16 @@
 """The DSA kernels on a Hopper GPU against dense fp64: fresh random inputs, every odd shape, poisoned outputs.
 
-Tolerances are norms of the error over norms of the fp64 result. bf16 keeps 8 bits: one rounding is at most 2^-9 = 2e-3 of
-a value and about 1.1e-3 of a norm. The output rounds P and the result; a gradient rounds P or dS, out (inside delta) and
-the result. Sums are fp32. Hence 4e-3 for the output, 8e-3 for gradients; stock Megatron's forward has 2.3e-3.
+Tolerances are norms of the error over norms of the fp64 result. bf16 keeps 8 bits: one rounding is at most
+2^-9 = 2e-3 of a value and about 1.1e-3 of a norm. The output rounds P and the result; a gradient rounds P or
+dS, out (inside delta) and the result. Sums are fp32. Hence 4e-3 for the output, 8e-3 for gradients; stock
+Megatron's forward has 2.3e-3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 from dsv32 import dsa
 from dsv32.dsa import attention, gpu, loss, plan, reference, selection
 from dsv32.dsa.settings import DsaDeclined, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def missing() -> str | None:
@@ -304,7 +308,7 @@ def test_non_contiguous_and_offset_inputs_give_the_same_bits() -> None:
 
 
 def test_long_keys_index_past_two_to_the_31_elements() -> None:
-    """131072 keys: a block of scores holds more than 2^31 bytes' worth of offsets, a row's last key is far out."""
+    """131072 keys: blocks of more than 2^31 bytes, and keys far out in a row."""
     sq, sk = 192, 131072
     bounds = causal(sq, sk)
     q, k, w = rand(sq, 64, 128), rand(sk, 128), rand(sq, 64, scale=0.1)

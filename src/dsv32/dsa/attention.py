@@ -1,5 +1,6 @@
-"""Sparse attention over the chosen keys, with its gradient: one autograd function, three ways to compute it."""
+"""Sparse attention over the chosen keys, with its gradient: one function, three ways to compute it."""
 
+# ruff: noqa: ANN401  # torch.autograd.Function has no public context type
 from __future__ import annotations
 
 from typing import Any
@@ -15,13 +16,13 @@ from dsv32.dsa.settings import Settings, decline
 class SparseAttention(torch.autograd.Function):
     """out, lse = SparseAttention.apply(q, kv, indices, scale, d_v, settings, bounds).
 
-    q [sq, H, D], kv [sk, D] (values are the first d_v channels), indices int32 [sq, topk] with -1 for an empty slot,
-    no key twice in a row. out [sq, H, d_v]; lse [sq, H], no gradient. bounds may be None. Source: DeepSeek-V3.2
-    report, section 2.1, equation 2, in the absorbed (MQA) form of appendix A.
+    q [sq, H, D], kv [sk, D] (values are the first d_v channels), indices int32 [sq, topk] with -1 for an
+    empty slot, no key twice in a row. out [sq, H, d_v]; lse [sq, H], no gradient. bounds may be None. Source:
+    DeepSeek-V3.2 report, section 2.1, equation 2, in the absorbed (MQA) form of appendix A.
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102  # the class says it
         ctx: Any,
         q: Tensor,
         kv: Tensor,
@@ -46,12 +47,26 @@ class SparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         q, kv, indices, out, lse = ctx.saved_tensors
         dq, dkv = attention_backward(
             q, kv, indices, out, lse, dout, ctx.scale, ctx.settings, ctx.bounds, ctx.fused
         )
         return dq, dkv, None, None, None, None, None
+
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    scale: float,
+    d_v: int,
+    settings: Settings,
+    bounds: Bounds | None,
+) -> tuple[Tensor, Tensor]:
+    """`SparseAttention.apply`, typed: (out [sq, H, d_v], lse [sq, H])."""
+    out, lse = SparseAttention.apply(q, kv, indices, scale, d_v, settings, bounds)  # type: ignore[no-untyped-call]
+    return out, lse
 
 
 def attention_backward(
@@ -77,13 +92,13 @@ def attention_backward(
     return tiles_backward(q, kv, indices, out, lse, dout, scale, settings, bounds)
 
 
-# Picoseconds of an H200 per (row, visible key, head) of full tiles and per (row, chosen key) of the atomic kernel at up
-# to 64 heads; docs/dsa-kernels.md has the runs behind them.
-TILE_PS, ATOMIC_PS = 13.0, 800.0
+# Picoseconds of an H200 per (row, visible key, head) of full tiles and per (row, chosen key) of the atomic
+# kernel at up to 64 heads; docs/dsa-kernels.md has the runs behind them.
+TILE_PS, ATOMIC_PS = 12.0, 800.0
 
 
 def choose_backward(q: Tensor, kv: Tensor, indices: Tensor, settings: Settings) -> str:
-    """`tiles` (deterministic) or `atomics`, whichever is estimated to be faster; deterministic mode takes tiles."""
+    """`tiles` (deterministic) or `atomics`, whichever should be faster; deterministic mode takes tiles."""
     if settings.deterministic or gpu.cudnn_dsa() is None:
         return "tiles"
     sq, heads, _ = q.shape
@@ -104,7 +119,7 @@ def tiles_backward(
     settings: Settings,
     bounds: Bounds | None,
 ) -> tuple[Tensor, Tensor]:
-    """Deterministic backward by full tiles: P and dS of one block at a time, then three plain matrix products."""
+    """Deterministic backward by full tiles: P and dS of a block, then three plain matrix products."""
     from dsv32.dsa.kernels import tiles
 
     sq, heads, dim = q.shape
@@ -146,7 +161,7 @@ def tiles_backward(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b of bf16 matrices with the fp32 accumulator kept: rounding each block's share to bf16 would add up."""
+    """a^T b of bf16 matrices in fp32: roundings of each block's share to bf16 would add up."""
     return torch.mm(a.t(), b, out_dtype=torch.float32)
 
 

@@ -1,9 +1,11 @@
 """Which public kernels are usable here, and thin calls into them.
 
-FlashMLA (wheel sgl-flash-mla 1.0.0, forward, saves the log-sum-exp) and the cuDNN frontend's DSA kernels (1.32.0:
-scores, top-k, KL target, both backward passes). Both are imported at first use, so that this package imports on CPU.
+FlashMLA (wheel sgl-flash-mla 1.0.0, forward, saves the log-sum-exp) and the cuDNN frontend's DSA kernels
+(1.32.0: scores, top-k, KL target, both backward passes). Both are imported at first use, so that this package
+imports on CPU.
 """
 
+# ruff: noqa: ANN401  # modules of optional wheels without type information
 from __future__ import annotations
 
 import functools
@@ -73,9 +75,9 @@ def pad_heads(x: Tensor, heads: int) -> Tensor:
 def widen_heads(q: Tensor, heads: int) -> Tensor:
     """A [sq, heads, D] view whose first q.size(1) heads are q's; the rest overlap the following tokens.
 
-    FlashMLA computes 64 heads at least. Writing 48 zero heads a token costs four times q's bytes; what the unused
-    heads hold does not matter as long as it is readable and finite, so they alias the next tokens' heads. One copy
-    of q with a tail of zeros keeps the last tokens' view inside the storage.
+    FlashMLA computes 64 heads at least. Writing 48 zero heads a token costs four times q's bytes; what the
+    unused heads hold does not matter as long as it is readable and finite, so they alias the next tokens'
+    heads. One copy of q with a tail of zeros keeps the last tokens' view inside the storage.
     """
     sq, have, dim = q.shape
     if have == heads:
@@ -106,8 +108,8 @@ def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float) -> tuple[Tenso
     return out[:, :heads].contiguous(), lse[:, :heads].contiguous()
 
 
-# fp32 rows of dKV that stay in the second-level cache while atomics add to them: 16,384 rows of 2,304 bytes are 38 MB
-# of its 60 MB. Measured: 3.7 TB/s of reductions up to there, 1.7 TB/s on 65,536 rows.
+# fp32 rows of dKV that stay in the second-level cache while atomics add to them: 16,384 rows of 2,304 bytes
+# are 38 MB of its 60 MB. Measured: 3.7 TB/s of reductions up to there, 1.7 TB/s on 65,536 rows.
 RESIDENT_KEYS = 16384
 
 
@@ -116,8 +118,9 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """cuDNN sparse backward (atomic dKV): dq [sq, H, 576] and dkv [sk, 576] in bf16.
 
-    Long contexts are walked by ranges of RESIDENT_KEYS keys: P and dS of a key depend on the row's log-sum-exp and
-    delta only, so the ranges are independent, dkv is complete within one, and dq is their sum.
+    Long contexts are walked by ranges of RESIDENT_KEYS keys: P and dS of a key depend on the row's
+    log-sum-exp and delta only, so the ranges are independent, dkv is complete within one, and dq is their
+    sum.
     """
     from dsv32.dsa.kernels import tiles
 
@@ -157,7 +160,10 @@ def _cudnn_backward(
 
 
 def causal_scores(q: Tensor, k: Tensor, weights: Tensor, offset: int) -> Tensor:
-    """cuDNN indexer scores fp32 [rows, sk]; row i sees keys j <= i + offset. q [rows, Hi, 128], k [sk, 128]."""
+    """cuDNN indexer scores fp32 [rows, sk]; row i sees keys j <= i + offset.
+
+    q bf16 [rows, Hi, 128], k bf16 [sk, 128], weights [rows, Hi].
+    """
     dsa = cudnn_dsa()
     assert dsa is not None
     offsets = torch.full((1,), offset, dtype=torch.int32, device=q.device)
@@ -171,8 +177,8 @@ def causal_scores(q: Tensor, k: Tensor, weights: Tensor, offset: int) -> Tensor:
 def topk(scores: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """cuDNN top-k over each row's first lengths[i] columns: (int32 ascending, -1 last; values, -inf there).
 
-    Ties go to the smaller column. Ascending order also makes slots agree between tensor-parallel ranks, which sum
-    the KL target slot by slot.
+    Ties go to the smaller column. Ascending order also makes slots agree between tensor-parallel ranks, which
+    sum the KL target slot by slot.
     """
     dsa = cudnn_dsa()
     assert dsa is not None

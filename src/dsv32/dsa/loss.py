@@ -1,11 +1,12 @@
 """The indexer's KL losses, over the chosen keys and over all keys, streamed by blocks with their gradients.
 
-Loss and gradient are computed in one pass over the blocks in the forward, as the gradient of a scalar loss is known
-up to one factor: nothing of [sq, sk] is kept or recomputed, and backward multiplies three tensors by that factor.
-Source: DeepSeek-V3.2 report, section 2.1, equations 3 (dense warm-up) and 4 (sparse stage); reduction and floors as in
-megatron-core 0.19.2 dsa_indexer_loss.py.
+Loss and gradient are computed in one pass over the blocks in the forward, as the gradient of a scalar loss is
+known up to one factor: nothing of [sq, sk] is kept or recomputed, and backward multiplies three tensors by
+that factor. Source: DeepSeek-V3.2 report, section 2.1, equations 3 (dense warm-up) and 4 (sparse stage);
+reduction and floors as in megatron-core 0.19.2 dsa_indexer_loss.py.
 """
 
+# ruff: noqa: ANN401  # torch.autograd.Function and process groups have no public types
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from dsv32.dsa.settings import Settings, decline
 class LossInputs:
     """What the loss needs beside the indexer's own tensors; all detached.
 
-    query [sq, H, D], kv [sk, D]: attention in absorbed form; scale: its softmax scale. lse [sq, H]: log-sum-exp over
-    the chosen keys (sparse loss only). indices int32 [sq, topk], picked: their scores. rows: bool [sq] or None, the
-    rows that count. tp_group: target heads are summed over it. rank-local sums are divided by `norm`.
+    query [sq, H, D], kv [sk, D]: attention in absorbed form; scale: its softmax scale. lse [sq, H]:
+    log-sum-exp over the chosen keys (sparse loss only). indices int32 [sq, topk], picked: their scores. rows:
+    bool [sq] or None, the rows that count. tp_group: target heads are summed over it.
     """
 
     query: Tensor
@@ -44,7 +45,7 @@ class LossInputs:
         """Why the kernels do not cover this loss, or None."""
         reason = selection.why_torch(q, k, settings) or gpu.why_not(self.query, self.kv)
         if reason is None and (self.query.size(-1) != 576 or self.query.size(1) > 128):
-            reason = f"attention query {tuple(self.query.shape)}, the kernels have head dim 576 and up to 128 heads"
+            reason = f"attention query {tuple(self.query.shape)}: not head dim 576 with up to 128 heads"
         return reason
 
 
@@ -56,7 +57,7 @@ class IndexerLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102  # the class says it
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -74,11 +75,25 @@ class IndexerLoss(torch.autograd.Function):
         return kl * factor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         if not ctx.saved_tensors:
             return (None,) * 7
         dq, dk, dw = ctx.saved_tensors
         return dq * grad.to(dq.dtype), dk * grad.to(dk.dtype), dw * grad.to(dw.dtype), None, None, None, None
+
+
+def indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    inputs: LossInputs,
+    factor: Tensor,
+    sparse: bool,
+    settings: Settings,
+) -> Tensor:
+    """`IndexerLoss.apply`, typed."""
+    loss: Tensor = IndexerLoss.apply(q, k, weights, inputs, factor, sparse, settings)  # type: ignore[no-untyped-call]
+    return loss
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -174,8 +189,9 @@ def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor
     return out
 
 
-# Picoseconds of an H200 per (row, key, head) in full tiles, and per (row, chosen key) for the gathering kernel.
-TARGET_TILE_PS, TARGET_GATHER_PS = 3.4, 160.0
+# Picoseconds of an H200 per (row, key, head) in full tiles, and per (row, chosen key) for the gathering
+# kernel.
+TARGET_TILE_PS, TARGET_GATHER_PS = 2.6, 160.0
 
 
 def _score_gradient(
@@ -189,7 +205,10 @@ def _score_gradient(
     settings: Settings,
     fused: bool,
 ) -> Grads:
-    """Gradient through the scores from factor * di [sq, topk] at the chosen keys, by dense blocks: deterministic."""
+    """Gradient through the scores from factor * di [sq, topk] at the chosen keys, by dense blocks.
+
+    No atomics: equal bits from run to run.
+    """
     sq, sk = q.size(0), k.size(0)
     grads = _zeros(q, k, weights)
     per_row = sk * (8 if fused else 4 * (4 * q.size(1) + 2))
@@ -256,7 +275,8 @@ def dense_loss(
         decline(settings, "dense indexer loss", reason)
     fused = reason is None
     sq, sk = q.size(0), k.size(0)
-    # Fused: target, scores and the gradient block in fp32, and the parts of dk. Otherwise per-head scores too.
+    # Fused: target, scores and the gradient block in fp32, and the parts of dk. Otherwise per-head scores
+    # too.
     per_row = sk * (16 if fused else 4 * (2 * inputs.query.size(1) + 4 * q.size(1) + 6))
     step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 128), 128)
     grads = _zeros(q, k, weights) if need else None
@@ -291,7 +311,10 @@ def _valid(starts: Tensor, ends: Tensor, key_lo: int, width: int) -> Tensor:
 def _dense_block(
     q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, rows: slice, keys: slice, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """(target, scores) of one block, [rows, width]; columns a row may not see hold anything finite or nothing."""
+    """(target, scores) of one block, [rows, width].
+
+    Columns a row may not see hold anything finite or nothing.
+    """
     starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
     width = keys.stop - keys.start
     if not fused:

@@ -1,13 +1,16 @@
-"""The hooks megatron-core 0.19.2 looks up in a DSA kernel backend (`dsa_kernels.py`), for `dsa_kernel_backend=dsv32.dsa`.
+"""The hooks megatron-core 0.19.2 looks up in a DSA kernel backend (`dsa_kernels.py`).
+
+They make `dsa_kernel_backend: dsv32.dsa` work.
 
 Layouts are Megatron's: query [sq, b, H, 576], key [sk, b, 1, 576] (absorbed MLA), indexer q [sq, b, Hi, 128],
-k [sk, b, 128], weights [sq, b, Hi], top-k int32 [b, sq, topk]. Bounds are per row and on the device, so packed (thd)
-sequences and the front and back chunks of context parallelism need no case of their own: the keys of all ranks are in
-global order by then, and a row is scored against the keys its bounds allow and no others.
-Returning None makes Megatron fall back to its quadratic reference; this backend does so only where a call is outside
-its contract, says why, and raises instead in strict mode.
+k [sk, b, 128], weights [sq, b, Hi], top-k int32 [b, sq, topk]. Bounds are per row and on the device, so
+packed (thd) sequences and the front and back chunks of context parallelism need no case of their own: the
+keys of all ranks are in global order by then, and a row is scored against the keys its bounds allow and no
+others. Returning None makes Megatron fall back to its quadratic reference; this backend does so only where a
+call is outside its contract, says why, and raises instead in strict mode.
 """
 
+# ruff: noqa: ANN401  # Megatron's own types are not imported: this package runs without Megatron
 from __future__ import annotations
 
 from typing import Any
@@ -15,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv32.dsa.attention import SparseAttention
-from dsv32.dsa.loss import IndexerLoss, LossInputs
+from dsv32.dsa.attention import attend
+from dsv32.dsa.loss import LossInputs, indexer_loss
 from dsv32.dsa.plan import Bounds, causal_bounds
 from dsv32.dsa.selection import select
 from dsv32.dsa.settings import Settings, decline
@@ -44,7 +47,10 @@ def _bounds(starts: Tensor, ends: Tensor, sk: int, plain_causal: bool = False) -
 def _factor(
     loss_coeff: float, rows: Tensor | None, count: int, per_token: bool, device: torch.device
 ) -> Tensor:
-    """What the KL sum is multiplied by: megatron-core 0.19.2 `reduce_indexer_kl_sum` times the coefficient."""
+    """What the KL sum is multiplied by.
+
+    The reduction of megatron-core 0.19.2 `reduce_indexer_kl_sum`, times the coefficient.
+    """
     if per_token:
         return torch.full((), loss_coeff, dtype=torch.float32, device=device)
     if rows is not None:
@@ -100,11 +106,15 @@ def run_fused_qk_topk_with_loss(
     config: Any | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """Top-k and the sparse KL loss: (int32 [b, sq, topk], None, fp32 scalar). query and key get no gradient."""
+    """Top-k and the sparse KL loss: (int32 [b, sq, topk], None, fp32 scalar).
+
+    query and key get no gradient.
+    """
     del block_size
     settings = _settings(config)
     if key.ndim == 4 and key.size(2) != 1:
-        return _no(settings, "indexer loss", f"{key.size(2)} key heads, only absorbed MLA (1) is covered")
+        decline(settings, "indexer loss", f"{key.size(2)} key heads, only absorbed MLA (1) is covered")
+        return None
     bounds = _bounds(starts, ends, k.size(0))
     b, sq = q.size(1), q.size(0)
     rows = _valid_rows(query_valid_rows, b, sq)
@@ -114,13 +124,11 @@ def run_fused_qk_topk_with_loss(
         indices, picked = select(q[:, i], k[:, i], weights[:, i], bounds, index_topk, settings, relu=use_relu)
         kv = key[:, i].reshape(key.size(0), -1).detach().contiguous()
         with torch.no_grad():
-            _, lse = SparseAttention.apply(
-                query[:, i].detach(), kv, indices, softmax_scale, _d_v(kv), settings, bounds
-            )
+            lse = attend(query[:, i].detach(), kv, indices, softmax_scale, _d_v(kv), settings, bounds)[1]
         inputs = _loss_inputs(
             query, kv, i, softmax_scale, bounds, use_relu, lse, indices, picked, rows, pg_collection
         )
-        losses.append(IndexerLoss.apply(q[:, i], k[:, i], weights[:, i], inputs, factor, True, settings))
+        losses.append(indexer_loss(q[:, i], k[:, i], weights[:, i], inputs, factor, True, settings))
         found.append(indices)
     return torch.stack(found), None, torch.stack(losses).sum()
 
@@ -136,20 +144,17 @@ def run_fused_absorbed_sparse_attention(
     """Sparse attention in the latent space: [sq, b, H, v_channels]."""
     settings = _settings(None)
     if key.ndim != 4 or key.size(2) != 1 or query.size(-1) != key.size(-1):
-        return _no(
+        decline(
             settings, "sparse attention", f"key {tuple(key.shape)} is not one shared head of query's size"
         )
+        return None
     if topk_length is not None:
         slot = torch.arange(topk_indices.size(-1), device=topk_indices.device)
         topk_indices = topk_indices.masked_fill(slot >= topk_length[..., None], -1)
     outs = []
     for i in range(query.size(1)):
         indices = topk_indices[i].to(torch.int32)
-        outs.append(
-            SparseAttention.apply(
-                query[:, i], key[:, i, 0], indices, softmax_scale, v_channels, settings, None
-            )[0]
-        )
+        outs.append(attend(query[:, i], key[:, i, 0], indices, softmax_scale, v_channels, settings, None)[0])
     return torch.stack(outs, dim=1)
 
 
@@ -185,12 +190,15 @@ def run_fused_dsa_attention(
     """
     settings = _settings(config)
     if not absorbed_mla or value is not None or up_v_weight is None or key.size(2) != 1:
-        return _no(settings, "layer", "only absorbed MLA with one shared key head is covered")
+        decline(settings, "layer", "only absorbed MLA with one shared key head is covered")
+        return None
     if key_positions is not None:
-        return _no(settings, "layer", "explicit key positions are not covered")
+        decline(settings, "layer", "explicit key positions are not covered")
+        return None
     if varlen_starts is None and attn_mask_type is None:
-        return _no(settings, "layer", "an arbitrary attention mask is not covered")
-    sq, b, heads, _dim = query.shape
+        decline(settings, "layer", "an arbitrary attention mask is not covered")
+        return None
+    sq, b = query.shape[:2]
     sk, d_v = key.size(0), int(config.kv_lora_rank)
     if varlen_starts is None or varlen_ends is None:
         bounds = causal_bounds(sq, sk, query.device, offset=0)
@@ -204,7 +212,7 @@ def run_fused_dsa_attention(
         iq, ik, iw = q_indexer[:, i], k_indexer[:, i], indexer_weights[:, i]
         indices, picked = select(iq, ik, iw, bounds, indexer_topk, settings, relu=use_relu)
         kv = key[:, i, 0]
-        out, lse = SparseAttention.apply(query[:, i], kv, indices, softmax_scale, d_v, settings, bounds)
+        out, lse = attend(query[:, i], kv, indices, softmax_scale, d_v, settings, bounds)
         outs.append(out)
         if want_loss:
             inputs = _loss_inputs(
@@ -220,7 +228,7 @@ def run_fused_dsa_attention(
                 rows,
                 pg_collection,
             )
-            losses.append(IndexerLoss.apply(iq, ik, iw, inputs, factor, sparse_loss, settings))
+            losses.append(indexer_loss(iq, ik, iw, inputs, factor, sparse_loss, settings))
     output = torch.einsum("sbhc,hdc->sbhd", torch.stack(outs, dim=1), up_v_weight).reshape(sq, b, -1)
     return output, torch.stack(losses).sum() if losses else None
 
@@ -255,7 +263,3 @@ def _loss_inputs(
         rows=None if rows is None else rows[i].contiguous(),
         tp_group=getattr(pg_collection, "tp", None),
     )
-
-
-def _no(settings: Settings, operation: str, reason: str) -> None:
-    decline(settings, operation, reason)

@@ -1,7 +1,7 @@
 """Which rows are worked on together, and which keys they may see.
 
-A plan is plain integers on the host: the same plan drives the GPU kernels and the CPU reference, so block cuts,
-packed sequences and context-parallel chunks are tested without a GPU.
+A plan is plain integers on the host: the same plan drives the GPU kernels and the CPU reference, so block
+cuts, packed sequences and context-parallel chunks are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ class Block:
 
     @property
     def rows(self) -> int:
+        """How many rows."""
         return self.hi - self.lo
 
     @property
     def width(self) -> int:
+        """How many keys."""
         return self.key_hi - self.key_lo
 
 
@@ -34,8 +36,8 @@ class Block:
 class Bounds:
     """Row i may see keys starts[i] <= j < ends[i]; int32 [sq] on the device of the data.
 
-    causal_offset: set when starts == 0 and ends == min(i + 1 + causal_offset, sk) is known without looking at the
-    device; then no plan needs a device-to-host copy.
+    causal_offset: set when starts == 0 and ends == min(i + 1 + causal_offset, sk) is known without looking at
+    the device; then no plan needs a device-to-host copy.
     """
 
     starts: Tensor
@@ -45,6 +47,7 @@ class Bounds:
 
     @property
     def sq(self) -> int:
+        """How many rows."""
         return self.ends.numel()
 
     def lengths(self) -> Tensor:
@@ -52,6 +55,7 @@ class Bounds:
         return (self.ends - self.starts).clamp_min(0)
 
     def rows(self, lo: int, hi: int) -> Bounds:
+        """The bounds of rows [lo, hi)."""
         off = None if self.causal_offset is None else self.causal_offset + lo
         return Bounds(starts=self.starts[lo:hi], ends=self.ends[lo:hi], sk=self.sk, causal_offset=off)
 
@@ -75,15 +79,16 @@ def even_step(rows: int, step: int, multiple: int) -> int:
     if rows <= step:
         return rows
     parts = -(-rows // step)
-    return min(step, -(-(-(-rows // parts)) // multiple) * multiple)
+    share = -(-rows // parts)
+    return min(step, -(-share // multiple) * multiple)
 
 
 def blocks(bounds: Bounds, step: int) -> list[Block]:
     """Cut the rows into blocks of `step` with the key range of each.
 
-    Plain causal bounds need no device access. Otherwise the per-block minimum of starts and maximum of ends come
-    to the host in one copy (one synchronisation per call, not one per block). A block whose rows see nothing gets
-    an empty key range.
+    Plain causal bounds need no device access. Otherwise the per-block minimum of starts and maximum of ends
+    come to the host in one copy (one synchronisation per call, not one per block). A block whose rows see
+    nothing gets an empty key range.
     """
     sq, sk = bounds.sq, bounds.sk
     cuts = [(lo, min(lo + step, sq)) for lo in range(0, sq, step)]
@@ -99,8 +104,8 @@ def blocks(bounds: Bounds, step: int) -> list[Block]:
     host = torch.stack((starts, ends)).tolist()
     out = []
     for (lo, hi), key_lo, key_hi in zip(cuts, host[0], host[1], strict=True):
-        key_hi = max(0, min(int(key_hi), sk))
-        out.append(Block(lo=lo, hi=hi, key_lo=min(max(0, int(key_lo)), key_hi), key_hi=key_hi))
+        last = max(0, min(int(key_hi), sk))
+        out.append(Block(lo=lo, hi=hi, key_lo=min(max(0, int(key_lo)), last), key_hi=last))
     return out
 
 

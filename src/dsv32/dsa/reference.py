@@ -2,8 +2,8 @@
 
 Sources: DeepSeek-V3.2 report, section 2.1 (lightning indexer, equations 1 to 4: scores, top-k, KL losses);
 megatron-core 0.19.2 `dsa.py` and `dsa_indexer_loss.py` for the loss's normalisation and its 1e-10 floors.
-Shapes, one sequence: q [sq, H, D], kv [sk, D] shared by all heads, values are kv[:, :d_v]; index q [sq, Hi, Di],
-index k [sk, Di], weights [sq, Hi]; valid [sq, sk] bool.
+Shapes, one sequence: q [sq, H, D], kv [sk, D] shared by all heads, values are kv[:, :d_v]; index q [sq, Hi,
+Di], index k [sk, Di], weights [sq, Hi]; valid [sq, sk] bool.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, relu: bool = True) -> Tensor:
 
 
 def topk(values: Tensor, valid: Tensor, count: int) -> Tensor:
-    """int32 [sq, count]: the `count` largest valid values, ties to the smaller index, ascending, -1 at the end."""
+    """int32 [sq, count]: the `count` largest valid values, ascending, -1 last.
+
+    Ties go to the smaller index.
+    """
     sk = values.size(1)
     order = (
         values.masked_fill(~valid, float("-inf"))
@@ -67,7 +70,8 @@ def kl_sum(
 ) -> Tensor:
     """Sum over rows of KL(target || softmax(index_scores)) on `allowed`; target is detached.
 
-    target[i, j] = sum_h softmax_j(query[i, h] . key[j] * scale), L1-normalised over j. rows: bool [sq], counted rows.
+    target[i, j] = sum_h softmax_j(query[i, h] . key[j] * scale), L1-normalised over j. rows: bool [sq],
+    counted rows.
     """
     logits = torch.einsum("qhd,kd->qhk", query.double(), key.double()) * scale
     some = allowed.any(-1)

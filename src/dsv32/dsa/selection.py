@@ -1,4 +1,7 @@
-"""Indexer scores and top-k, block by block: the same keys with and without gradients, from run to run, on every rank."""
+"""Indexer scores and top-k, block by block.
+
+The same keys with and without gradients, from run to run and on every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ def select(
 ) -> tuple[Tensor, Tensor]:
     """The best min(topk, sk) keys of each row and their scores, without gradients.
 
-    q [sq, Hi, D], k [sk, D], weights [sq, Hi]. Returns int32 [sq, count], ascending with -1 in empty slots, and fp32
-    scores [sq, count] with -inf there. Equal scores go to the smaller index. Source: DeepSeek-V3.2 report, equation 1.
+    q [sq, Hi, D], k [sk, D], weights [sq, Hi]. Returns int32 [sq, count], ascending with -1 in empty slots,
+    and fp32 scores [sq, count] with -inf there. Equal scores go to the smaller index. Source: DeepSeek-V3.2
+    report, equation 1.
     """
-    sq, heads, _ = q.shape
+    sq = q.size(0)
     count = min(topk, k.size(0))
     with torch.no_grad():
         q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 LOGGER = logging.getLogger("dsv32.dsa")
 
 
 class DsaDeclined(RuntimeError):
-    """Strict mode: the fused path does not cover this call. The message names the operation and the reason."""
+    """Strict mode: the fused path does not cover this call.
+
+    The message names the operation and the reason.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +31,8 @@ class Settings:
     strict: raise `DsaDeclined` where the fused path would be left. `DSV32_DSA_STRICT`, default off.
     deterministic: bitwise equal results from run to run. `DSV32_DSA_DETERMINISTIC`; unset follows
         `torch.use_deterministic_algorithms`.
-    path: `auto` uses the GPU kernels where they run; `torch` forces the streaming reference. `DSV32_DSA_PATH`.
+    path: `auto` uses the GPU kernels where they run; `torch` forces the streaming reference.
+    `DSV32_DSA_PATH`.
     """
 
     byte_budget: int = 512 << 20
@@ -41,7 +48,10 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
-        """Settings from `env` (default: this process's environment). Raises ValueError on a malformed value."""
+        """Settings from `env` (default: this process's environment).
+
+        Raises ValueError on a malformed value.
+        """
         env = os.environ if env is None else env
         det = env.get("DSV32_DSA_DETERMINISTIC")
         return cls(

@@ -1,8 +1,8 @@
 """The operations in plain PyTorch, block by block, on any device and in any floating type.
 
-Each function works on one block of rows and materialises nothing larger than that block; callers choose the block by
-a byte budget. This is what runs without a GPU, and what the kernels are compared with where fp64 is too slow.
-Arithmetic is fp32, or fp64 where an input is fp64.
+Each function works on one block of rows and materialises nothing larger than that block; callers choose the
+block by a byte budget. This is what runs without a GPU, and what the kernels are compared with where fp64 is
+too slow. Arithmetic is fp32, or fp64 where an input is fp64.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def block_scores(q: Tensor, k: Tensor, weights: Tensor, relu: bool) -> Tensor:
 def block_topk(
     scores: Tensor, starts: Tensor, ends: Tensor, key_lo: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The `count` best valid keys of each row: (int32 indices ascending with -1 last, their scores with -inf there).
+    """The `count` best valid keys of each row: (int32 indices, their scores).
 
-    scores [rows, width], column c is key key_lo + c; row i may see starts[i] <= key < ends[i]. Equal scores go to the
-    smaller index (a stable sort), so that a no-grad forward and its recomputation choose the same keys.
+    Indices ascend, with -1 (and a score of -inf) in the empty slots at the end. scores [rows, width], column
+    c is key key_lo + c; row i may see starts[i] <= key < ends[i]. Equal scores go to the smaller index (a
+    stable sort), so that a no-grad forward and its recomputation choose the same keys.
     """
-    rows, width = scores.shape
+    width = scores.size(1)
     key = torch.arange(key_lo, key_lo + width, device=scores.device)[None]
     valid = (key >= starts[:, None]) & (key < ends[:, None])
     masked = scores.masked_fill(~valid, float("-inf"))
@@ -59,7 +60,10 @@ def gather_step(topk: int, dim: int, heads: int, rows: int, budget: int, size: i
 def attention_forward(
     q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, budget: int
 ) -> tuple[Tensor, Tensor]:
-    """Output [sq, H, d_v] in q's type and lse [sq, H] (-inf for a row without keys). indices int32 [sq, topk]."""
+    """Output [sq, H, d_v] in q's type and lse [sq, H] (-inf for a row without keys).
+
+    indices int32 [sq, topk].
+    """
     sq, heads, dim = q.shape
     acc = wide(q, kv)
     out = torch.empty(sq, heads, d_v, dtype=q.dtype, device=q.device)
@@ -86,7 +90,7 @@ def attention_backward(
     step = gather_step(2 * indices.size(1), dim, heads, sq, budget, 4)
     for lo in range(0, sq, step):
         hi = min(lo + step, sq)
-        keys, logits, none = _logits(q[lo:hi], kv, indices[lo:hi], scale, acc)
+        keys, logits, _ = _logits(q[lo:hi], kv, indices[lo:hi], scale, acc)
         base = torch.where(torch.isinf(lse[lo:hi]), torch.zeros_like(lse[lo:hi]), lse[lo:hi])
         probs = torch.exp(logits - base[..., None].to(acc))
         do = dout[lo:hi].to(acc)
@@ -127,7 +131,10 @@ def sparse_target(
 
 
 def dense_target(query: Tensor, keys: Tensor, valid: Tensor, scale: float) -> Tensor:
-    """Sum over heads of the softmax over all valid keys, [rows, width]. keys [width, D], valid bool [rows, width]."""
+    """Sum over heads of the softmax over all valid keys, [rows, width].
+
+    keys [width, D], valid bool [rows, width].
+    """
     acc = wide(query, keys)
     logits = torch.einsum("qhd,kd->qhk", query.to(acc), keys.to(acc)) * scale
     logits = logits.masked_fill(~valid[:, None], float("-inf"))
@@ -151,7 +158,8 @@ def score_gradient(
 def kl_rows(target: Tensor, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """(KL(target || softmax(logits)) per row, d(KL)/d(logits)) on `valid`; target need not be normalised.
 
-    Floors of 1e-10 under the target's norm and inside its logarithm as in megatron-core 0.19.2 dsa_indexer_loss.py.
+    Floors of 1e-10 under the target's norm and inside its logarithm as in megatron-core 0.19.2
+    dsa_indexer_loss.py.
     """
     eps = 1e-10
     target = target.masked_fill(~valid, 0.0)

@@ -1,12 +1,15 @@
 """Indexer scores under any row bounds, and the gradient of the scores from a dense block of d(loss)/d(score).
 
-scores:    keys on one side, tokens on the other, heads in a loop, so the weighted sum over heads stays in registers.
-           Column c of a row is key starts[row] + c: packed sequences and context-parallel chunks are scored without
-           a padded rectangle, and the row's valid scores are a prefix, which is what the top-k kernel wants.
-gradient:  G = dI * w * 1[q.k > 0];  dq = G k,  dk = G^T q,  dw = sum_j dI * relu(q.k). One kernel walks keys for a
-           tile of (token, head) rows, the other walks rows for a tile of keys; no atomics, so bitwise equal runs.
+scores:    keys on one side, tokens on the other, heads in a loop, so the weighted sum over heads stays in
+           registers. Column c of a row is key starts[row] + c: packed sequences and context-parallel chunks
+           are scored without a padded rectangle, and the row's valid scores are a prefix, which is what the
+           top-k kernel wants.
+gradient:  G = dI * w * 1[q.k > 0];  dq = G k,  dk = G^T q,  dw = sum_j dI * relu(q.k). One kernel walks keys
+           for a tile of (token, head) rows, the other walks rows for a tile of keys; no atomics, so bitwise
+           equal runs.
 """
 
+# ruff: noqa: ANN001, ANN202  # the compiler types the arguments of Triton kernels
 from __future__ import annotations
 
 import torch
@@ -17,8 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 SCORES = (128, 128, 4, 8)  # tokens and keys of a tile, stages, warps
 # Gradient of q: heads that share a tile of dI, keys in a tile, rows in a tile, stages, warps.
-GQ_HEADS, GQ_KEYS, GQ_ROWS, GQ_STAGES, GQ_WARPS = 8, 64, 64, 3, 4
-# Gradient of k: keys in a tile, stages, warps; tokens that are skipped together where they see no key of the tile.
+GQ_HEADS, GQ_KEYS, GQ_ROWS, GQ_STAGES, GQ_WARPS = 64, 64, 64, 3, 4
+# Gradient of k: keys in a tile, stages, warps; tokens that are skipped together where they see no key of the
+# tile.
 GK_KEYS, GK_STAGES, GK_WARPS, GROUP = 64, 3, 4, 64
 
 
@@ -73,7 +77,9 @@ def scores(
     relu: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """fp32 [rows, width]; column c of row i is the score of key starts[i] + c. Columns past a row's keys are unwritten.
+    """fp32 [rows, width]; column c of row i is the score of key starts[i] + c.
+
+    Columns past a row's keys are unwritten.
 
     q: bf16 [rows, Hi, 128] contiguous; k: bf16 [sk, 128]; weights: [rows, Hi]; starts, ends: int32 [rows];
     width: at least the largest ends - starts.
@@ -83,8 +89,8 @@ def scores(
         raise ValueError(f"indexer scores need contiguous inputs of head dim 128, got {tuple(q.shape)}")
     if out is None:
         out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
-    # Rows of one tile may start at different keys (a packed boundary inside the tile): their union can be as wide
-    # as all keys, so the grid covers sk; tiles past the last key of their rows leave at once.
+    # Rows of one tile may start at different keys (a packed boundary inside the tile): their union can be as
+    # wide as all keys, so the grid covers sk; tiles past the last key of their rows leave at once.
     tokens, keys, stages, warps = SCORES
     w_t = weights.t().float().contiguous()
     q_tiles = TensorDescriptor.from_tensor(q.view(rows, heads * dim), [tokens, dim])
@@ -186,7 +192,8 @@ def _grad_k(
     BN: tl.constexpr,
     D: tl.constexpr,
 ):
-    # A step takes all heads of TOKENS tokens, consecutive rows of q and w; dI of a token is one column for its heads.
+    # A step takes all heads of TOKENS tokens, consecutive rows of q and w; dI of a token is one column for
+    # its heads.
     pid_n = tl.program_id(0)
     part = tl.program_id(1)
     n = pid_n * BN + tl.arange(0, BN)
@@ -227,7 +234,7 @@ def _scatter(
 
 
 def spread(values: Tensor, indices: Tensor, factor: Tensor, key_lo: int, width: int) -> Tensor:
-    """factor * values [rows, topk] at their keys in a zeroed `padded` block of keys key_lo ... key_lo + width."""
+    """factor * values [rows, topk] at their keys, in a zeroed `padded` block of `width` keys from key_lo."""
     rows, topk = indices.shape
     out = padded(rows, width, values.device).zero_()
     block = triton.next_power_of_2(topk)
@@ -249,7 +256,7 @@ def spread(values: Tensor, indices: Tensor, factor: Tensor, key_lo: int, width: 
 
 
 def padded(rows: int, width: int, device: torch.device) -> Tensor:
-    """Uninitialised fp32 block for d(loss)/d(score), [rows, width] inside whole tiles; fill the border with zeros."""
+    """Uninitialised fp32 block for d(loss)/d(score), [rows, width] in whole tiles; zero its border."""
     return torch.empty(
         triton.cdiv(rows, 128) * 128, triton.cdiv(width, 128) * 128, dtype=torch.float32, device=device
     )
@@ -268,9 +275,9 @@ def gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq [rows, Hi, 128] as q, dw fp32 [rows, Hi], dk fp32 [width, 128] for keys key_lo ...).
 
-    q: bf16 [rows, Hi, 128]; k: bf16 [sk, 128]; weights [rows, Hi]; di: fp32 from `padded(rows, width)`, d(loss)/d(score)
-    of key key_lo + column, zero where a key does not count and in the border; starts, ends: int32 [rows], used only to
-    skip empty tiles.
+    q: bf16 [rows, Hi, 128]; k: bf16 [sk, 128]; weights [rows, Hi]; di: fp32 from `padded(rows, width)`,
+    d(loss)/d(score) of key key_lo + column, zero where a key does not count and in the border; starts, ends:
+    int32 [rows], used only to skip empty tiles.
     """
     rows, heads, dim = q.shape
     if dim != 128 or not (
@@ -306,7 +313,8 @@ def gradient(
         num_stages=GQ_STAGES,
     )
     tiles = triton.cdiv(width, GK_KEYS)
-    # A few parts per key tile fill the multiprocessors; a fixed order of the final sum keeps runs bitwise equal.
+    # A few parts per key tile fill the multiprocessors; a fixed order of the final sum keeps runs bitwise
+    # equal.
     parts = max(1, min(triton.cdiv(rows, GROUP), triton.cdiv(1056, tiles)))
     span = triton.cdiv(triton.cdiv(rows, parts), GROUP) * GROUP
     parts = triton.cdiv(rows, span)

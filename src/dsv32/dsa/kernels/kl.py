@@ -1,5 +1,6 @@
-"""KL(target || softmax(logits)) of each row with its gradient, in one launch: three reads of two fp32 arrays."""
+"""KL(target || softmax(logits)) of each row with its gradient, in one launch of three passes."""
 
+# ruff: noqa: ANN001, ANN202  # the compiler types the arguments of Triton kernels
 from __future__ import annotations
 
 import torch
@@ -95,9 +96,10 @@ def _kl(
 
 
 def sparse(target: Tensor, logits: Tensor, indices: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(KL fp32 [sq], softmax(logits) fp32 [sq, topk]) over the slots with an index; rows: bool [sq] that count.
+    """(KL fp32 [sq], softmax(logits) fp32 [sq, topk]) over the slots with an index.
 
-    target is normalised in place, and both are 0 in slots that do not count: d(KL)/d(logits) is their difference.
+    rows: bool [sq], those that count. target is normalised in place, and both are 0 in slots that do not
+    count: d(KL)/d(logits) is their difference.
     """
     return _run(target, logits, indices, None, None, 0, rows, None)
 

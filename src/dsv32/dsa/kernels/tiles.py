@@ -1,9 +1,9 @@
 """One tile product, three epilogues: attention over all keys of a block as matrix products with full tiles.
 
-Rows are (token, head) pairs, row = token * H + head, so that 16 local heads of 8 tokens fill a 128-row tile: at 16
-heads a one-token tile is three quarters empty, and gathering keys per token is bound by L2 (1,152 bytes a key).
-Where a good share of the keys is chosen, computing all of them in full tiles and masking is faster, needs no
-atomics and is deterministic. `docs/dsa-kernels.md` has the figures.
+Rows are (token, head) pairs, row = token * H + head, so that 16 local heads of 8 tokens fill a 128-row tile:
+at 16 heads a one-token tile is three quarters empty, and gathering keys per token is bound by L2 (1,152 bytes
+a key). Where a good share of the keys is chosen, computing all of them in full tiles and masking is faster,
+needs no atomics and is deterministic. `docs/dsa-kernels.md` has the figures.
 
   statistics:  per tile the row maximum and the sum of exponentials (log-sum-exp over all valid keys)
   target:      sum over heads of exp(s - lse): the indexer's KL target
@@ -14,6 +14,7 @@ Source of the formulas: FlashAttention-2 (arXiv 2307.08691), section 3.1, equati
 delta = rowsum(O * dO).
 """
 
+# ruff: noqa: ANN001, ANN202  # the compiler types the arguments of Triton kernels
 from __future__ import annotations
 
 import torch
@@ -27,7 +28,7 @@ NOPE, ROPE = 512, 64
 BK = 64
 STATISTICS, TARGET, GRADIENTS = 0, 1, 2
 # (rows, columns, stages, warps) of a tile by mode, from the sweep in docs/dsa-kernels.md.
-SHAPES = {STATISTICS: (128, 128, 3, 8), TARGET: (128, 128, 3, 8), GRADIENTS: (128, 128, 3, 8)}
+SHAPES = {STATISTICS: (128, 128, 3, 8), TARGET: (128, 128, 3, 4), GRADIENTS: (64, 128, 3, 4)}
 
 
 @triton.jit
@@ -70,8 +71,8 @@ def _tile(
     s = tl.zeros([BM, BN], dtype=tl.float32)
     steps = tl.where(live, STEPS, 0)
     if MODE == 2:
-        # dO has 512 channels beside K's 576: its last slice lies outside and reads as zeros, which costs one product
-        # of seventeen and spares the loop a special case.
+        # dO has 512 channels beside K's 576: its last slice lies outside and reads as zeros, which costs one
+        # product of seventeen and spares the loop a special case.
         dp = tl.zeros([BM, BN], dtype=tl.float32)
         for i in range(steps):
             kt = kv.load([key_lo + pid_n * BN, i * BK]).T
@@ -81,7 +82,8 @@ def _tile(
         for i in range(steps):
             s = tl.dot(q.load([pid_m * BM, i * BK]), kv.load([key_lo + pid_n * BN, i * BK]).T, s)
     if KEEP:
-        # keep has whole tiles of rows and columns and is 0 outside a row's bounds, so no other test is needed.
+        # keep has whole tiles of rows and columns and is 0 outside a row's bounds, so no other test is
+        # needed.
         ok = tl.load(keep + tok.to(tl.int64)[:, None] * keep_stride + n[None, :]) != 0
     else:
         ok = (n[None, :] >= st[:, None]) & (n[None, :] < tl.minimum(en, width)[:, None])
@@ -119,8 +121,10 @@ def _mark(idx, keep, key_lo, width, idx_stride, keep_stride, topk, BLOCK: tl.con
 
 
 def mark(indices: Tensor, key_lo: int, width: int) -> Tensor:
-    """uint8, 1 where key key_lo + column is among the row's indices (int32 [rows, topk], -1 empty); padded with zeros
-    to whole tiles: [rows + 15, a multiple of 256]."""
+    """uint8, 1 where key key_lo + column is among the row's indices (int32 [rows, topk], -1 empty).
+
+    Padded with zeros to whole tiles: [rows + 15, a multiple of 256].
+    """
     rows, topk = indices.shape
     keep = torch.zeros(rows + 15, triton.cdiv(width, 256) * 256, dtype=torch.uint8, device=indices.device)
     if rows and topk and width:
@@ -172,7 +176,10 @@ def _within(idx, out, length, key_lo, key_hi, idx_stride, out_stride, topk, BLOC
 
 
 def within(indices: Tensor, key_lo: int, key_hi: int, out: Tensor) -> Tensor:
-    """Write each row's indices of [key_lo, key_hi), less key_lo and packed to the front, to out; return their counts."""
+    """Write each row's indices of [key_lo, key_hi), less key_lo and packed to the front, to out.
+
+    Returns their counts, int32 [rows].
+    """
     rows, topk = indices.shape
     length = torch.empty(rows, dtype=torch.int32, device=indices.device)
     if rows:
@@ -192,7 +199,10 @@ def within(indices: Tensor, key_lo: int, key_hi: int, out: Tensor) -> Tensor:
 
 
 def pick(dense: Tensor, indices: Tensor, key_lo: int, out: Tensor) -> None:
-    """out[i, c] = dense[i, indices[i, c] - key_lo] where that key is in the block; other slots stay as they are."""
+    """out[i, c] = dense[i, indices[i, c] - key_lo] where that key is in the block.
+
+    Other slots stay as they are.
+    """
     rows, topk = indices.shape
     if rows and topk:
         block = triton.next_power_of_2(topk)
@@ -281,7 +291,8 @@ def statistics(
 ) -> Tensor:
     """Natural log-sum-exp over each row's valid keys in [key_lo, key_lo + width): fp32 [tokens, H].
 
-    query: bf16 [tokens, H, 576]; kv: bf16 [sk, 576]; starts, ends: int32 [tokens]. -inf for a row without keys.
+    query: bf16 [tokens, H, 576]; kv: bf16 [sk, 576]; starts, ends: int32 [tokens]. -inf for a row without
+    keys.
     """
     tokens, heads, _ = query.shape
     tiles = triton.cdiv(width, SHAPES[STATISTICS][1])
@@ -328,7 +339,10 @@ def gradients(
     scale: float,
     keep: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """P and dS in the type of query, [tokens * H, width]; zero where a key is not kept. lse2: `base2(lse)`."""
+    """P and dS in the type of query, [tokens * H, width]; zero where a key is not kept.
+
+    lse2: `base2(lse)`; delta fp32 [tokens, H]; keep from `mark`.
+    """
     rows = query.size(0) * query.size(1)
     # Rows start 128 bytes apart at least, or the matrix products that follow leave their aligned kernels.
     stride = triton.cdiv(width, 64) * 64
@@ -374,5 +388,5 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def base2(lse: Tensor) -> Tensor:
-    """lse in base 2 with 0 for -inf: a row without keys has no valid entry, and exp(-inf - 0) is 0, not NaN."""
+    """lse in base 2 with 0 for -inf: a row without keys has no valid entry, and exp(-inf - 0) is 0."""
     return torch.where(lse == float("-inf"), torch.zeros_like(lse), lse * LOG2E).contiguous()
