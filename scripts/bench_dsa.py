@@ -14,15 +14,9 @@ bench.png (with matplotlib) under --out.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import subprocess
-import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsv32.dsa import attention, gpu, loss, plan, selection
+from dsv32.dsa import attention, gpu, loss, plan, report, selection
+from dsv32.dsa.report import Row
 from dsv32.dsa.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,49 +33,6 @@ if TYPE_CHECKING:
 
 SCALE, TOPK, BF16 = 192**-0.5, 2048, torch.bfloat16
 SETTINGS = Settings(strict=True)
-
-
-@dataclass(kw_only=True)
-class Row:
-    """One line of the table; times in ms, memory in GiB."""
-
-    operation: str
-    shape: str
-    ours: float | None = None
-    public: float | None = None
-    stock: float | None = None
-    floor: float | None = None
-    deterministic: float | None = None
-    peak: float | None = None
-    note: str = ""
-
-    def line(self) -> str:
-        def num(x: float | None) -> str:
-            return "" if x is None else f"{x:.2f}"
-
-        def ratio(x: float | None) -> str:
-            return "" if x is None or not self.ours else f"{x / self.ours:.2f}x"
-
-        cells = [
-            self.operation,
-            self.shape,
-            num(self.ours),
-            num(self.deterministic),
-            num(self.public),
-            num(self.stock),
-            num(self.floor),
-            ratio(self.public),
-            ratio(self.stock),
-            num(self.peak),
-            self.note,
-        ]
-        return "| " + " | ".join(cells) + " |"
-
-
-HEAD = (
-    "| operation | shape | ours ms | ours deterministic ms | public ms | stock ms | floor ms | public / ours "
-    "| stock / ours | ours peak GiB | note |\n|" + "---|" * 11
-)
 
 
 @dataclass
@@ -184,15 +136,20 @@ class Case:
     def layer(self, settings: Settings) -> None:
         """Ours: selection, attention, sparse loss, all gradients."""
         q, kv = self.q.detach().requires_grad_(), self.kv.detach().requires_grad_()
-        leaves = [t.detach().requires_grad_() for t in (self.iq, self.ik, self.iw)]
-        indices, picked = selection.select(*leaves, self.bounds, TOPK, settings)
-        out, lse = attention.SparseAttention.apply(q, kv, indices, SCALE, 512, settings, self.bounds)
+        iq, ik, iw = (t.detach().requires_grad_() for t in (self.iq, self.ik, self.iw))
+        indices, picked = selection.select(iq, ik, iw, self.bounds, TOPK, settings)
+        out, lse = attention.attend(q, kv, indices, SCALE, 512, settings, self.bounds)
         inputs = loss.LossInputs(
-            query=self.q, kv=self.kv, scale=SCALE, bounds=self.bounds, lse=lse, indices=indices, picked=picked
+            query=self.q,
+            kv=self.kv,
+            scale=SCALE,
+            bounds=self.bounds,
+            lse=lse,
+            indices=indices,
+            picked=picked,
         )
-        kl = loss.IndexerLoss.apply(
-            *leaves, inputs, torch.full((), 1 / self.sq, device="cuda"), True, settings
-        )
+        factor = torch.full((), 1 / self.sq, device="cuda")
+        kl = loss.indexer_loss(iq, ik, iw, inputs, factor, True, settings)
         torch.autograd.backward([out, kl], [self.dout, torch.ones_like(kl)])
 
 
@@ -204,7 +161,8 @@ class Public:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.dsa, self.flash = gpu.cudnn_dsa(), gpu.flash_mla()
+        self.dsa: Any = gpu.cudnn_dsa()
+        self.flash: Any = gpu.flash_mla()
         full = 64 if case.heads <= 64 else 128
         self.padded = gpu.pad_heads(case.q, full)
         self.length = (case.indices >= 0).sum(-1, dtype=torch.int32)
@@ -429,7 +387,7 @@ def fp8_rows(b: Bench, case: Case) -> None:
     """Time of cuDNN's fp8 scores, and how many chosen keys differ from bf16's choice (random inputs)."""
     q8, q_scale = quantise(case.iq)
     k8, k_scale = quantise(case.ik)
-    dsa = gpu.cudnn_dsa()
+    dsa: Any = gpu.cudnn_dsa()
     rows = min(case.sq, max(1, (512 << 20) // (4 * case.sk)))
     offset = torch.full((1,), case.sk - rows, dtype=torch.int32, device="cuda")
 
@@ -519,77 +477,6 @@ def ceilings(b: Bench) -> None:
     print(f"bf16 8192^3 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s", flush=True)
 
 
-def environment() -> dict[str, str]:
-    """Date, card, driver and versions."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    card = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    info = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "card, driver": card,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for name in (
-        "triton",
-        "sgl-flash-mla",
-        "nvidia-cudnn-frontend",
-        "nvidia-cutlass-dsl",
-        "tilelang",
-        "megatron-core",
-    ):
-        try:
-            info[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            info[name] = "absent"
-    return info
-
-
-def write(out: Path, b: Bench, info: dict[str, str]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    data = {
-        "environment": info,
-        "matrix rate TFLOP/s": b.rate,
-        "copy TB/s": b.copy,
-        "rows": [asdict(r) for r in b.rows],
-    }
-    (out / "bench.json").write_text(json.dumps(data, indent=1) + "\n")
-    lines = ["# DSA operations on one GPU", ""] + [f"* {k}: {v}" for k, v in info.items()]
-    lines += [
-        f"* ceilings in this run: bf16 8192^3 product {b.rate:.0f} TFLOP/s, device copy {b.copy:.2f} TB/s",
-        f"* command: `{' '.join(['python', *sys.argv])}`",
-        "",
-        "Medians of CUDA-event times. Peak memory is what a call allocates above its inputs. An empty cell "
-        "was not measured.",
-        "",
-        HEAD,
-        *(r.line() for r in b.rows),
-        "",
-    ]
-    (out / "bench.md").write_text("\n".join(lines))
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    rows = [r for r in b.rows if r.ours]
-    figure, axes = pyplot.subplots(figsize=(11, 0.6 * len(rows) + 1.5))
-    for k, (name, colour) in enumerate(
-        (("stock", "#bbbbbb"), ("public", "#7799cc"), ("ours", "#dd7733"), ("floor", "#55aa66"))
-    ):
-        values = [getattr(r, name) or 0 for r in rows]
-        axes.barh([i + (k - 1.5) * 0.2 for i in range(len(rows))], values, 0.2, label=name, color=colour)
-    axes.set_yticks(range(len(rows)), [f"{r.operation}\n{r.shape}" for r in rows], fontsize=7)
-    axes.set_xscale("log")
-    axes.set_xlabel("ms (log scale, shorter is better)")
-    axes.set_title(f"{info['card, driver']}, {info['date']}", fontsize=9)
-    axes.invert_yaxis()
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(out / "bench.png", dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -608,10 +495,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     b = Bench()
-    info = environment()
+    info = report.environment()
     print(info, flush=True)
     ceilings(b)
-    print(HEAD, flush=True)
+    print(report.HEAD, flush=True)
     sections = set(args.sections.split(","))
     for text in args.cases.split(","):
         numbers, _, only = text.partition("/")
@@ -645,7 +532,7 @@ def main() -> None:
         finally:
             del case, stock
             torch.cuda.empty_cache()
-            write(args.out, b, info)
+            report.write(args.out, b.rows, info, b.rate, b.copy)
 
 
 if __name__ == "__main__":
