@@ -13,6 +13,7 @@ from dsv32_image import build as build_step
 from dsv32_image import engine as engines
 from dsv32_image import lock as lock_step
 from dsv32_image import patch_cli
+from dsv32_image.bench import bench_build
 from dsv32_image.config import Config, load_config
 from dsv32_image.errors import ImageError, UsageError
 from dsv32_image.fetch_step import bring
@@ -177,6 +178,23 @@ def smoke(
     code = run_smoke(root, name, runner, arguments.args, ui)
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="What to measure: build.")] = "build",
+    *,
+    variant: VariantOption = None,
+    engine: EngineOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure cold, warm and one-patch builds beside the bare minimum, in one run."""
+    if what != "build":
+        raise UsageError(f"nothing called '{what}' can be measured", hint="nox -s bench -- build")
+    root, ui = project_root(), Ui(verbose=verbose)
+    config = load_config(root)
+    name = _variant(config, variant, ui)
+    bench_build(root, config, config.variant(name), engines.choose(engine), Store(cache_home()), ui)
 
 
 @app.command()

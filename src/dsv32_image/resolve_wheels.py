@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import httpx
 from packaging import tags
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from dsv32_image.config import Config, VariantConfig, normalise
 from dsv32_image.errors import DownloadError, ResolveError
+from dsv32_image.fetch import make_client
 from dsv32_image.lockfile import Dist
 
 if TYPE_CHECKING:
@@ -129,6 +131,8 @@ def compile_requirements(
         ]
         command += ["--python-version", config.python, "--python-platform", config.wheel_platform]
         command += ["--override", "overrides.txt", "--no-header", "--quiet"]
+        # Without it uv asks every interpreter on the PATH for its version: seconds a call with pyenv.
+        command += ["--python", sys.executable]
         command += ["--no-deps"] if no_deps else []
         done = subprocess.run(command, cwd=folder, env=_uv_env(), capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -196,13 +200,32 @@ def _files(config: Config, package: dict[str, Any], every_file: bool) -> list[tu
                 name=normalise(package["name"]),
                 version=package["version"],
                 file=_file_name(file),
-                size=file["size"],
-                sha256=file["hashes"]["sha256"],
+                # Indexes that only serve HTML name no size; for finding a URL it does not matter.
+                size=file.get("size") or (0 if every_file else _remote_size(file["url"])),
+                sha256=_sha256(package["name"], file),
             ),
             file["url"],
         )
         for file in chosen
     ]
+
+
+def _remote_size(url: str) -> int:
+    try:
+        with make_client() as client:
+            return int(client.head(url).raise_for_status().headers["Content-Length"])
+    except (httpx.HTTPError, KeyError, ValueError) as error:
+        raise DownloadError(
+            f"the index names no size of {url.rsplit('/', 1)[-1]}, and asking for it failed: {error}",
+            hint="use an index with the JSON API (PEP 691), or try again",
+        ) from None
+
+
+def _sha256(name: str, file: dict[str, Any]) -> str:
+    digest: str | None = file.get("hashes", {}).get("sha256")
+    if digest is None:
+        raise ResolveError(f"the index gives no sha256 for {name}", hint="use an index that does")
+    return digest
 
 
 def _file_name(file: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ def make_rootfs(root: Path, config: Config, debs: Sequence[Deb], store: Store, o
         work.chmod(0o755)  # apt's user and a user namespace read from here
         repository = work / "debs"
         repository.mkdir()
-        _write_repository(debs, store, repository)
+        write_repository(debs, store, repository)
         essential, customize = (
             _script(work / "essential", _ESSENTIAL),
             _script(work / "customize", _CUSTOMIZE),
@@ -137,7 +137,7 @@ def _script(path: Path, text: str) -> Path:
     return path
 
 
-def _write_repository(debs: Sequence[Deb], store: Store, folder: Path) -> None:
+def write_repository(debs: Sequence[Deb], store: Store, folder: Path) -> None:
     """A flat apt repository: the files under their own names and a Packages index."""
     stanzas = []
     for deb in debs:

@@ -90,7 +90,7 @@ def engine_layers(
         with ui.step("layer", "reading what the engine made"):
             known = [layer.blob.diff_id for layer in below]
             exported = oci.open_export(engine.export(made_tag, folder, known))
-            groups = _by_stage(exported, len(below), missing)
+            groups = layers_by_stage(exported, len(below), missing)
         tree = request.cache.tree(plans[len(below) - 1])
         made = []
         for plan, sources in zip(missing, groups, strict=True):
@@ -138,7 +138,7 @@ def finish_layer(
     return request.cache.put(plan, blob_path, blob, states[1])
 
 
-def _by_stage(
+def layers_by_stage(
     exported: oci.EngineExport, below: int, missing: Sequence[LayerPlan]
 ) -> list[list[oci.LayerSource]]:
     """The engine's new layers, sorted to the stages that made them: each stage begins with its ARG KEY_….

@@ -1,0 +1,138 @@
+"""The command line: messages, exit codes, and that nothing half-made is left."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from config_samples import MINIMAL
+
+from dsv32_image import cli, errors
+from dsv32_image.files import only_one
+from dsv32_image.smoke_step import show
+from dsv32_image.ui import Ui
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A small project folder with patches/ and nothing locked."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0"\n' + MINIMAL)
+    series = tmp_path / "patches" / "einops"
+    series.mkdir(parents=True)
+    (series / "series").write_text("")
+    monkeypatch.setenv("DSV32_ROOT", str(tmp_path))
+    monkeypatch.setenv("DSV32_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_each_error_class_has_an_exit_code_of_its_own():
+    found = [value for value in vars(errors).values() if isinstance(value, type)]
+    codes = {value.__name__: value.exit_code for value in found if value is not errors.ImageError}
+    assert len(set(codes.values())) == len(codes)
+    assert 0 not in codes.values() and 1 not in codes.values()
+
+
+def test_an_error_is_shown_on_few_lines_without_a_traceback(project, capsys):
+    assert cli.main(["fetch", "--variant", "cpu"]) == errors.LockMissingError.exit_code
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: no versions.lock")
+    assert "next: run `nox -s lock`" in shown
+    assert "Traceback" not in shown
+    assert len(shown.splitlines()) <= 4
+
+
+def test_verbose_raises_for_a_traceback(project):
+    with pytest.raises(errors.LockMissingError):
+        cli.main(["fetch", "--variant", "cpu", "--verbose"])
+
+
+def test_unknown_variant(project, capsys):
+    assert cli.main(["build", "--variant", "rocm"]) == errors.UsageError.exit_code
+    assert "rocm" in capsys.readouterr().err
+
+
+def test_cu130_says_not_yet(project, capsys):
+    assert cli.main(["build", "--variant", "cu130"]) == 2
+    assert "not built yet" in capsys.readouterr().err
+
+
+def test_unknown_engine(project, capsys):
+    assert cli.main(["build", "--variant", "cpu", "--engine", "rkt"]) == errors.UsageError.exit_code
+    assert "docker, podman, buildah" in capsys.readouterr().err
+
+
+def test_unknown_option_is_a_usage_error(project, capsys):
+    assert cli.main(["build", "--varant", "cpu"]) == 2
+    assert "No such option" in capsys.readouterr().err
+
+
+def test_lock_check_is_quiet_when_fresh_and_a_table_when_stale(tmp_path, monkeypatch, capsys):
+    for name in ("pyproject.toml", "versions.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "patches", tmp_path / "patches")
+    monkeypatch.setenv("DSV32_ROOT", str(tmp_path))
+    cli.main(["lock"])  # takes up patch series, offline
+    assert cli.main(["lock", "--check"]) == 0
+    (tmp_path / "patches" / "megatron-core" / "series").write_text("")
+    for path in (tmp_path / "patches" / "megatron-core").glob("*.patch"):
+        path.unlink()
+    capsys.readouterr()
+    assert cli.main(["lock", "--check"]) == 1
+    assert "patches/megatron-core" in capsys.readouterr().out
+
+
+def test_a_stale_lock_stops_a_build_before_any_work(tmp_path, monkeypatch, capsys):
+    for name in ("pyproject.toml", "versions.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "patches", tmp_path / "patches")
+    text = (tmp_path / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(text.replace('"einops", ', ""))
+    monkeypatch.setenv("DSV32_ROOT", str(tmp_path))
+    monkeypatch.setattr(cli.engines, "choose", lambda name: object())
+    assert cli.main(["build", "--variant", "cpu"]) == errors.LockStaleError.exit_code
+    assert "nox -s lock" in capsys.readouterr().err
+    assert not (tmp_path / "dist").exists()
+
+
+def test_two_builds_at_once_the_second_says_who_is_first(project, monkeypatch, capsys):
+    monkeypatch.setattr(cli.engines, "choose", lambda name: object())
+    with only_one(project / "build" / "cpu" / "lock"):
+        assert cli.main(["build", "--variant", "cpu"]) == errors.BusyError.exit_code
+    assert "another build runs in this folder (process" in capsys.readouterr().err
+
+
+def test_a_killed_build_leaves_no_lock_behind(tmp_path):
+    path = tmp_path / "lock"
+    script = (
+        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path; from dsv32_image.files import only_one\n"
+        "with only_one(Path(sys.argv[2])):\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(ROOT / "src"), str(path)], check=False)
+    assert done.returncode == -9
+    with only_one(path):
+        pass
+
+
+def test_patch_of_an_unlocked_package_is_named(project, capsys):
+    shutil.copy(ROOT / "versions.lock", project)
+    assert cli.main(["patch", "edit", "einopz"]) != 0
+    assert "einopz" in capsys.readouterr().err
+
+
+def test_the_report_table_counts_cases_and_shows_the_largest_error(capsys):
+    case = {"file": "test_x.py", "outcome": "passed", "seconds": 1.0, "reason": ""}
+    tests = [
+        {**case, "name": "test_a[1]", "measured": {"out": 1e-7}},
+        {**case, "name": "test_a[2]", "measured": {"out": 3e-7}},
+        {**case, "name": "test_b", "measured": {}, "outcome": "skipped", "reason": "no GPU here"},
+    ]
+    show(json.loads(json.dumps({"where": "here", "tests": tests})), Ui())
+    shown = capsys.readouterr().out
+    assert "2 passed" in shown and "3.0e-07 out" in shown and "no GPU here" in shown
+    assert shown.splitlines()[-1] == "2 passed, 0 failed, 1 skipped"

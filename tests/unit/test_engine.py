@@ -1,0 +1,124 @@
+"""Choosing an engine: what is there but does not work is named, with the next step. Fake programs on PATH."""
+
+import os
+
+import pytest
+
+from dsv32_image.engine import RunRequest, choose
+from dsv32_image.errors import EngineError, UsageError
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A PATH of our own; `programs(name, script)` puts a shell script on it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def add(name, script, where=folder):
+        where.mkdir(exist_ok=True)
+        path = where / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    return add
+
+
+DOCKER = """
+case "$1" in
+  version) echo "{client} 20.10.24" ;;
+  buildx) exit {buildx} ;;
+esac
+"""
+
+
+def test_an_unknown_engine_lists_the_known_ones(programs):
+    with pytest.raises(UsageError) as caught:
+        choose("rkt")
+    assert "docker, podman, buildah" in caught.value.hint
+
+
+def test_no_engine_at_all_says_so_for_each(programs):
+    with pytest.raises(EngineError) as caught:
+        choose(None)
+    for name in ("docker", "podman", "buildah"):
+        assert f"{name}: not installed" in caught.value.message
+    assert "scripts/nox" in caught.value.hint
+
+
+def test_docker_client_without_daemon_is_named(programs):
+    programs(
+        "docker", 'echo "Cannot connect to the Docker daemon at unix:///var/run/docker.sock" >&2; exit 1'
+    )
+    with pytest.raises(EngineError) as caught:
+        choose("docker")
+    assert "no daemon answers" in caught.value.message
+    assert "Cannot connect" in caught.value.message
+    assert "start" in caught.value.hint
+
+
+def test_docker_client_that_needs_buildx_is_named(programs):
+    programs("docker", DOCKER.format(client="28.2.2", buildx=1))
+    with pytest.raises(EngineError) as caught:
+        choose("docker")
+    assert "buildx" in caught.value.message
+    assert "buildx" in caught.value.hint
+
+
+def test_new_docker_client_with_buildx_is_taken(programs):
+    programs("docker", DOCKER.format(client="28.2.2", buildx=0))
+    assert choose("docker").name == "docker"
+
+
+def test_old_docker_client_needs_no_buildx(programs):
+    programs("docker", DOCKER.format(client="20.10.24", buildx=1))
+    assert choose(None).name == "docker"
+
+
+def test_too_old_daemon_is_named(programs):
+    programs("docker", 'echo "19.3.1 19.3.1"')
+    with pytest.raises(EngineError, match="too old"):
+        choose("docker")
+
+
+def test_of_two_docker_clients_the_one_that_works_is_taken(programs, tmp_path, monkeypatch):
+    programs("docker", DOCKER.format(client="28.2.2", buildx=1))
+    other = programs("docker", DOCKER.format(client="20.10.24", buildx=1), where=tmp_path / "second")
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{other.parent}")
+    assert str(other) in choose("docker").description
+
+
+def test_a_dead_docker_falls_through_to_buildah(programs):
+    programs("docker", "exit 1")
+    programs("buildah", "echo buildah version 1.28.2")
+    programs("skopeo", "exit 0")
+    assert choose(None).name == "buildah"
+
+
+def test_buildah_without_skopeo_says_what_is_missing(programs):
+    programs("buildah", "echo ok")
+    with pytest.raises(EngineError) as caught:
+        choose("buildah")
+    assert "skopeo" in caught.value.hint
+
+
+def test_broken_podman_shows_its_own_words(programs):
+    programs("podman", 'echo "Error: cannot set up namespace" >&2; exit 125')
+    with pytest.raises(EngineError, match="cannot set up namespace"):
+        choose("podman")
+
+
+def test_docker_runs_without_network_and_with_the_mounts(programs, tmp_path):
+    log = tmp_path / "words"
+    script = f'case "$1" in run) echo "$@" > {log}; exit 7 ;; version) echo "20.10.24 20.10.24" ;; esac'
+    programs("docker", script)
+    request = RunRequest(
+        image="localhost/dsv32:cpu", command=["true"], mounts={tmp_path: ("/run/smoke", True)}, env={"A": "1"}
+    )
+    assert choose("docker").run(request) == 7
+    words = log.read_text()
+    assert "--network none" in words
+    assert f"{tmp_path}:/run/smoke:rw" in words
+    assert "--env A=1" in words
+    assert "--gpus" not in words

@@ -1,0 +1,82 @@
+"""From the engine's history to our layers, and the Dockerfile from a stage on."""
+
+from pathlib import Path
+
+import pytest
+
+from dsv32_image.config import LayerConfig
+from dsv32_image.errors import BuildError
+from dsv32_image.layers import LayerPlan
+from dsv32_image.lockfile import LayerLock
+from dsv32_image.oci import EngineExport, LayerSource
+from dsv32_image.stages import layers_by_stage, stages_from
+
+ROOT = Path(__file__).parents[2]
+
+
+def plan(name):
+    return LayerPlan(name=name, key="0", section=LayerLock(name=name), config=LayerConfig(name=name))
+
+
+def source(number):
+    return LayerSource(path=Path(f"layer{number}"), offset=0, size=1, diff_id=f"sha256:{number}")
+
+
+def export(count, history):
+    return EngineExport(layers=tuple(source(n) for n in range(count)), config={"history": history})
+
+
+def entry(text, *, empty=False):
+    return {"created_by": text, **({"empty_layer": True} if empty else {})}
+
+
+# As buildah 1.28 writes it: one layer a stage, named after the stage's last instruction.
+BUILDAH = [
+    entry("base"),
+    entry("/bin/sh -c #(nop) ARG KEY_PYTHON", empty=True),
+    entry('|1 KEY_PYTHON=3c /bin/sh -c KEY="${KEY_PYTHON}" sh /run/tools/install-layer'),
+    entry("/bin/sh -c #(nop) ARG KEY_DSV32", empty=True),
+    entry("|1 KEY_DSV32=85 /bin/sh -c sh /run/tools/install-layer", empty=True),
+    entry("/bin/sh -c #(nop) USER 1000:1000", empty=True),
+    entry('/bin/sh -c #(nop) CMD ["bash"]'),
+]
+# As BuildKit writes it: a layer for RUN and one for WORKDIR; arguments of lower stages are repeated.
+BUILDKIT = [
+    entry("base"),
+    entry("ARG KEY_PYTHON=3c", empty=True),
+    entry('RUN |1 KEY_PYTHON=3c /bin/sh -c KEY="${KEY_PYTHON}" sh install-layer # buildkit'),
+    entry("ARG KEY_DSV32=85", empty=True),
+    entry('RUN |2 KEY_PYTHON=3c KEY_DSV32=85 /bin/sh -c KEY="${KEY_DSV32}" sh install-layer # buildkit'),
+    entry("WORKDIR /workspace"),
+    entry('CMD ["bash"]', empty=True),
+]
+
+
+@pytest.mark.parametrize(("history", "count", "last"), [(BUILDAH, 3, [2]), (BUILDKIT, 4, [2, 3])])
+def test_layers_find_their_stage_in_either_engines_history(history, count, last):
+    groups = layers_by_stage(export(count, history), 1, [plan("python"), plan("dsv32")])
+    assert groups == [[source(1)], [source(n) for n in last]]
+
+
+def test_a_stage_without_a_layer_is_an_error():
+    with pytest.raises(BuildError, match="megatron"):
+        layers_by_stage(export(3, BUILDAH), 1, [plan("python"), plan("megatron"), plan("dsv32")])
+
+
+def test_a_history_longer_than_the_image_is_an_error():
+    with pytest.raises(BuildError, match="more layers"):
+        layers_by_stage(export(2, BUILDKIT), 1, [plan("python"), plan("dsv32")])
+
+
+def test_the_dockerfile_from_a_stage_on_starts_at_the_given_image():
+    whole = (ROOT / "docker" / "Dockerfile").read_text()
+    part = stages_from(whole, "megatron", "localhost/part:1")
+    assert part.startswith("FROM localhost/part:1 AS megatron\n")
+    assert "FROM megatron AS" in part
+    assert "AS python" not in part
+    assert part.endswith(whole[-200:])
+
+
+def test_a_layer_without_a_stage_is_an_error():
+    with pytest.raises(BuildError, match="no stage 'cuda'"):
+        stages_from("FROM scratch AS base\n", "cuda", "x")
