@@ -209,7 +209,7 @@ def sparse_target(query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale
         qhead_per_kv_head=query.size(1),
     )
     out: Tensor = got["target"][0, :, :topk_count]
-    return out
+    return out.contiguous()  # it is summed over tensor-parallel ranks next
 
 
 def indexer_backward(

@@ -107,7 +107,7 @@ def _padded(inputs: LossInputs) -> tuple[Tensor, int]:
 
 
 def _reduce(target: Tensor, group: Any | None) -> None:
-    if group is not None and dist.is_initialized() and dist.get_world_size(group) > 1:
+    if group is not None and group.size() > 1:
         dist.all_reduce(target, group=group)
 
 
