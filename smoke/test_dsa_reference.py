@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from dsv32 import dsa
 from dsv32.dsa import attention, loss, plan, reference, selection, streaming
 from dsv32.dsa.settings import DsaDeclined, Settings, decline
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
