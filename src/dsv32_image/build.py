@@ -39,6 +39,7 @@ def build(request: BuildRequest, ui: Ui) -> ImageDigest:
     """
     root, name = request.root, request.variant.name
     with only_one(root / "build" / name / "lock"):
+        _sweep(root / "build" / name)
         lock = read_lock(root)
         require_fresh(lock, request.config, patch_series(root))
         plans = plan_layers(root, request.config, request.variant, lock)
@@ -141,6 +142,15 @@ def _image_config(config: Config, start: Mapping[str, object], labels: Mapping[s
 
 def _texts(value: object) -> tuple[str, ...]:
     return tuple(str(item) for item in value) if isinstance(value, list) else ()
+
+
+def _sweep(work: Path) -> None:
+    """Remove what a killed build could not: temporary names begin with a dot, and we hold the lock."""
+    for leftover in work.glob(".*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
 
 
 def _finished(layout: Path, key: str) -> ImageDigest | None:

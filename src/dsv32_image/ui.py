@@ -55,7 +55,7 @@ class Ui:
         console = Console(file=sys.stdout, highlight=False) if out else self.console
         if not console.is_terminal:
             # In a log there is no width to fit into; a folded table cannot be searched.
-            console.width = 160
+            console.width = 240
         console.print(table)
 
 
