@@ -1,16 +1,25 @@
 #!/usr/bin/env python3
 """Train a 5-layer DeepSeek-V3.2 (3 dense layers, 2 with experts) on Megatron-Core, from text to a checkpoint.
 
-On one CPU, in three minutes:
+On one CPU, in a few minutes:
 
-    python run_deepseek_v3.2_5layer.py prepare --out /tmp/text
-    python run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run
-    python run_deepseek_v3.2_5layer.py export --checkpoint /tmp/run/step-000200 --data /tmp/text --out /tmp/hf
+\b
+  run_deepseek_v3.2_5layer.py prepare --out /tmp/text
+  run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run
+  run_deepseek_v3.2_5layer.py export --checkpoint /tmp/run/step-000200 --data /tmp/text --out /tmp/hf
 
-On several ranks the same under torchrun, which starts one process a rank:
+On several ranks of one host, or under torchrun on several hosts:
 
-    torchrun --nproc-per-node 8 run_deepseek_v3.2_5layer.py train --size full --dtype bf16 --tp 2 --cp 2 --ep
-    4 …
+\b
+  run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run2 --ranks 2 --cp 2
+  torchrun --nproc-per-node 8 run_deepseek_v3.2_5layer.py train --size full --dtype bf16 --tp 2 --ep 4 ...
+
+The two stages of DeepSeek-V3.2's recipe, each from the other's checkpoint:
+
+\b
+  run_deepseek_v3.2_5layer.py train --stage warmup --data /tmp/text --out /tmp/warm --load
+  /tmp/run/step-000200 run_deepseek_v3.2_5layer.py train --stage sparse --data /tmp/text --out /tmp/run3
+  --load /tmp/warm/step-000200
 """
 
 # ruff: noqa: TC003, PLC0415  # typer reads annotations at run time; --help should not import Megatron
@@ -25,7 +34,11 @@ import typer
 from dsv32.training.errors import TrainingError
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+    help=__doc__,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -43,7 +56,7 @@ def prepare(
         str, typer.Option(help="'bytes', or a folder with a tokenizer for transformers.")
     ] = "bytes",
 ) -> None:
-    """Turn text into **documents of tokens**, once, before training.
+    """Turn text into documents of tokens, once, before training.
 
     Each file (each line of a jsonl) is a document.  Training packs documents so that none sees another.
     The unigram entropy that is printed is the loss of a model that only knows how often each token occurs: a
@@ -109,7 +122,7 @@ def train(  # a command's options are its parameters
         typer.Option(help="A step-… folder to begin from. Default: the newest in --out, if there is one."),
     ] = None,
 ) -> None:
-    """**Train**, or go on from the newest checkpoint in `--out`.
+    """Train, or go on from the newest checkpoint in `--out`.
 
     A checkpoint of the other stage gives its weights only: train with `--stage warmup` first, then give its
     last `step-…` folder to `--load` with `--stage sparse` and another `--out`.  A checkpoint may be loaded
@@ -158,7 +171,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder for config.json and safetensors.")],
     dtype: Annotated[str, typer.Option(help="'bf16' or 'fp32'.")] = "bf16",
 ) -> None:
-    """Write a checkpoint as **transformers** reads it (`AutoModelForCausalLM.from_pretrained`)."""
+    """Write a checkpoint as transformers reads it (AutoModelForCausalLM.from_pretrained)."""
     from dsv32.training import launch
     from dsv32.training.export import export as run
 

@@ -60,11 +60,20 @@ def about(folder: Path) -> dict[str, Any]:
     return written
 
 
+#: The distributed optimizer's state by parameter rather than by buffer, so that another layout can read it.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
 def _state(trainer: Trainer, *, optimizer: bool, loading: bool) -> dict[str, Any]:
-    model = trainer.plain_model.sharded_state_dict()
+    model = trainer.plain_model.sharded_state_dict(metadata=_METADATA)
     state: dict[str, Any] = {"model": model}
     if optimizer:
-        state["optimizer"] = trainer.optimizer.sharded_state_dict(model, is_loading=loading)
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=_METADATA
+        )
     return state
 
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _VOCABULARY_MULTIPLE = 128
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
+#: The routers' biases are no parameters: what moves them is the balance of the experts, training or not.
+_ROUTING_STAYS = {"moe_router_bias_update_rate": 0.0}
+
 
 def freeze_all_but_indexer(model: GPTModel) -> int:
     """Leave gradients to the indexers alone (the dense warm-up); returns how many parameters they have."""
@@ -57,6 +60,7 @@ def make_trainer(settings: TrainSettings, corpus: text.Corpus, device: torch.dev
             "dsa_kernel_backend": settings.kernels,
             "dsa_kernel_strict": settings.kernels_strict,
             **(_RECOMPUTE if settings.recompute else {}),
+            **(_ROUTING_STAYS if settings.stage == "warmup" else {}),
         },
     )
     model = build_model(
