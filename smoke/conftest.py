@@ -28,7 +28,7 @@ def pytest_runtest_makereport(item, call):
         if report.skipped and isinstance(report.longrepr, tuple):
             reason = report.longrepr[2].removeprefix("Skipped: ")
         elif report.failed:
-            reason = str(call.excinfo.value).splitlines()[0][:200] if call.excinfo else "failed"
+            reason = (str(call.excinfo.value).splitlines() or [call.excinfo.typename])[0][:200]
         item.config.stash[_REPORT].append(
             {
                 "file": item.path.name,

@@ -212,7 +212,7 @@ class BuildahEngine:
             proc.run(copy, what=f"loading {tag} into buildah's storage", error=EngineError)
 
         known: set[str] = set()
-        for own in _own_tags(self.program):
+        for own in _own_tags(self.program, "{{.Name}}"):
             done = subprocess.run(
                 [self.program, "inspect", "--type", "image", own], capture_output=True, text=True, check=False
             )
@@ -293,14 +293,10 @@ def _load_lean(
         shutil.rmtree(lean, ignore_errors=True)
 
 
-def _own_tags(program: str) -> list[str]:
+def _own_tags(program: str, name: str = "{{.Repository}}") -> list[str]:
     """The images of this project that an engine holds; their layers need not be loaded again."""
-    done = subprocess.run(
-        [program, "images", "--format", "{{.Repository}}:{{.Tag}}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [program, "images", "--format", name + ":{{.Tag}}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return [line for line in done.stdout.splitlines() if line.startswith("localhost/dsv32")]
 
 

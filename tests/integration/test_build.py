@@ -136,7 +136,7 @@ def test_labels_say_version_revision_lock_and_variant(clone):
     assert labels["org.opencontainers.image.revision"] == "unknown"  # a folder without git
     assert labels["dsv32.lock.digest"].startswith("sha256:")
     assert config["config"]["User"] == "1000:1000"
-    assert [h["created_by"] for h in config["history"]][0] == "base"
+    assert config["history"][0]["created_by"] == "base"
 
 
 def test_an_edited_patch_must_be_locked_and_one_that_does_not_apply_names_its_hunk(clone):
