@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-_TAIL_LINES = 15
+# An error is read on a screen: the end of what the program said, and where all of it is.
+_TAIL_LINES = 6
+_LONGEST_COMMAND = 300
 
 
 def require(program: str, package: str) -> str:
@@ -75,10 +77,19 @@ def run(
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"$ {shlex.join(words)}\n{stdout}{stderr}\nexit {done.returncode}\n")
     if done.returncode != 0:
-        tail = "\n".join(f"  | {line}" for line in (stderr or stdout).strip().splitlines()[-_TAIL_LINES:])
-        full = f"; all of its output: {log}" if log else ""
         raise error(
-            f"{what} failed with exit code {done.returncode}{full}\n  $ {shlex.join(words)}\n{tail}",
+            f"{what} failed with exit code {done.returncode}\n{_shown(words, stderr or stdout, log)}",
             hint=hint or "the lines above are the program's own words; run it by hand to look closer",
         )
     return stdout
+
+
+def _shown(words: list[str], output: str, log: Path | None) -> str:
+    """The command, if it fits on a screen, and the last lines of what it printed."""
+    lines = [f"  | {line[:_LONGEST_COMMAND]}" for line in output.strip().splitlines()[-_TAIL_LINES:]]
+    command = shlex.join(words)
+    if log is not None:
+        return "\n".join([*lines, f"  command and all of its output: {log}"])
+    if len(command) > _LONGEST_COMMAND:
+        command = command[:_LONGEST_COMMAND] + " …"
+    return "\n".join([f"  $ {command}", *lines])
