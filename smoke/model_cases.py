@@ -23,7 +23,7 @@ from dsv32.training.step import Trainer
 
 #: Rows of a microbatch of each layout, and its sequences: tokens of the documents to pack, one of two tokens.
 SBHD_BATCH, SBHD_ROWS, THD_ROWS, DOCUMENTS = 2, 64, 128, (30, 9, 2, 50)
-MICROBATCHES = 4
+MICROBATCHES = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,13 @@ from dsv32.training.sizes import TINY
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: A mean over some 400 tokens, of which a split changes the order of sums; three updates carry it on.
+#: A mean over some 200 tokens, of which a split changes the order of sums; three updates carry it on.
 LOSS = 1e-6
-#: Ranks sum partial products in another order, in every one of the model's five layers, forward and backward:
-#: some fifty roundings of 6e-8 on the way to the first layer's parameters.
-GRADIENT = 4e-6
-#: A choice that flips changes a few tokens' losses, of a few nats each, among some 400 tokens with 6 nats
-#: each.
-FLIP = 1e-3
+#: Ranks sum partial products in another order in each of the model's five layers, in some ten products,
+#: forward and backward: a hundred roundings of 6e-8 on the way to the first layer's parameters.
+GRADIENT = 6e-6
+#: A choice that flips changes a few tokens' losses by a nat or two, among some 200 tokens with 6 nats each.
+FLIP = 2e-3
 
 _TP2_CP2 = Parallel(tp=2, cp=2)
 _RECOMPUTE_ALL: dict[str, Any] = {
