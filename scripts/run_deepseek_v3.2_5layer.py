@@ -31,6 +31,7 @@ from typing import Annotated
 
 import typer
 
+from dsv32 import cpu
 from dsv32.training.errors import TrainingError
 
 app = typer.Typer(
@@ -128,6 +129,7 @@ def train(  # a command's options are its parameters
     last `step-…` folder to `--load` with `--stage sparse` and another `--out`.  A checkpoint may be loaded
     under another layout of ranks than it was written with.
     """
+    cpu.prepare()
     from dsv32.training import launch
     from dsv32.training.loop import train as run
     from dsv32.training.model import Parallel
@@ -172,6 +174,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="'bf16' or 'fp32'.")] = "bf16",
 ) -> None:
     """Write a checkpoint as transformers reads it (AutoModelForCausalLM.from_pretrained)."""
+    cpu.prepare()
     from dsv32.training import launch
     from dsv32.training.export import export as run
 

@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dsv32 import cpu
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+cpu.prepare()  # for the ranks, which inherit the environment
 
 #: A rank that waits longer than this for another has lost it; the whole suite takes less.
 TIMEOUT = timedelta(seconds=240)
