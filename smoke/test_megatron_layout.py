@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dsa_cases import CASES, SBHD_LENGTHS, THD_LENGTHS, build, make_config, make_inputs
+from megatron.core.models.common.embeddings.rope_utils import (
+    _apply_rotary_pos_emb_bshd,
+    _apply_rotary_pos_emb_thd,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant import dsa_layout
 from megatron_fixtures import groups_of, run_ranks
@@ -32,6 +36,58 @@ def test_packed_layout_has_no_value_dependence() -> None:
     )
     assert positions.shape == (rows // 2,)
     assert order.shape == (rows,)
+
+
+class _Group:
+    """A process group as far as the rotary embedding asks."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def test_thd_rope_needs_nothing_from_the_host() -> None:
+    rows = sum(THD_LENGTHS) // 2
+    meta = torch.device("meta")
+    rotated = _apply_rotary_pos_emb_thd(
+        torch.empty(rows, 4, 16, device=meta),
+        torch.empty(len(THD_LENGTHS) + 1, dtype=torch.int32, device=meta),
+        torch.empty(max(THD_LENGTHS), 1, 1, 16, device=meta),
+        cp_group=_Group(2, 1),
+    )
+    assert rotated.shape == (rows, 4, 16)
+
+
+@pytest.mark.parametrize("extra", [0, 8])
+@pytest.mark.parametrize("whole", [False, True], ids=["table of a sequence", "table of the batch"])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_thd_rope_rotates_each_row_by_its_place_in_its_sequence(
+    cp_size: int, whole: bool, extra: int
+) -> None:
+    """Against the plain rotation of the whole batch, whose rows this rank then takes."""
+    lengths = (32, 0, 16, 8, 56)
+    total = sum(lengths)
+    table_rows = total + extra * cp_size if whole and extra else total if whole else max(lengths)
+    table = torch.randn(table_rows, 1, 1, 16, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(total, 4, 16, generator=torch.Generator().manual_seed(2))
+    places = torch.arange(total) if whole else torch.cat([torch.arange(length) for length in lengths])
+    wanted = _apply_rotary_pos_emb_bshd(x[:, None], table[places], mla_rotary_interleaved=True)[:, 0]
+    for rank in range(cp_size):
+        rows = zigzag_rows(lengths, cp_size=cp_size, cp_rank=rank)
+        got = _apply_rotary_pos_emb_thd(
+            torch.cat((x[rows], torch.ones(extra, 4, 16))),
+            cumulative(lengths),
+            table,
+            mla_rotary_interleaved=True,
+            cp_group=_Group(cp_size, rank),
+        )
+        assert torch.equal(got[: len(rows)], wanted[rows])
+        assert got[len(rows) :].isfinite().all()
 
 
 @pytest.mark.parametrize("lengths", [THD_LENGTHS, (0, 32, 0, 16, 0), (8,)], ids=str)
