@@ -60,8 +60,8 @@ for top, _, names in os.walk("/usr"):
 '
 # Written with inode numbers and times of this machine.
 rm -f var/cache/ldconfig/aux-cache
-rm -rf var/lib/apt/lists/* var/cache/apt/*
-find var/log -type f -delete
+# Files only: the folders are in the packages, and what writes there later expects them.
+find var/lib/apt/lists var/cache/apt var/log -type f -delete
 # The day of the build, in days since 1970: shadow(5) field 3.
 chroot . awk -F: -v OFS=: -v day="$EPOCH_DAY" '$3 != "" { $3 = day } { print }' etc/shadow > etc/shadow.new
 cat etc/shadow.new > etc/shadow
