@@ -1,7 +1,7 @@
 """Records which experts and which tokens a training step chose, whoever holds which row.
 
-Across layouts a rounding may, after an update, send a token to another expert or have it attend to another token.
-That is no error, but it moves the loss far more than a rounding does, so a comparison has to know.
+Across layouts a rounding may, after an update, send a token to another expert or have it attend to another
+token. That is no error, but it moves the loss far more than a rounding does, so a comparison has to know.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Recorder:
         attend = dsa._run_sparse_attention
 
         def see_selection(*, topk_indices: Tensor, **kwargs: Any) -> Tensor:
-            # Tensor-parallel ranks all see every row; a recomputed forward runs twice, once without gradients.
+            # Tensor-parallel ranks all see every row; a recomputed forward runs twice, once without
+            # gradients.
             if torch.is_grad_enabled() and parallel_state.get_tensor_model_parallel_rank() == 0:
                 self._tokens += ((topk_indices.long() + 1).clamp_min(0) ** 2).sum()
             return attend(topk_indices=topk_indices, **kwargs)
