@@ -72,7 +72,7 @@ def learned(data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainSettin
         kernels="dsv32.dsa",
         kernels_strict=True,
     )
-    run_ranks(1, _train, settings)
+    run_ranks(2, _train, settings)  # data parallel
     return settings
 
 
