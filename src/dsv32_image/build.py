@@ -15,12 +15,14 @@ from dsv32_image.lock import patch_series
 from dsv32_image.lockfile import read_lock, require_fresh
 from dsv32_image.rootfs import make_rootfs
 from dsv32_image.stages import Scratch, engine_layers, finish_layer
+from dsv32_image.tools_image import run_in_container
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dsv32_image.config import Config
+    from dsv32_image.engine import Engine
     from dsv32_image.layers import LayerPlan
     from dsv32_image.lockfile import Lock
     from dsv32_image.oci import ImageDigest, NamedLayer
@@ -77,7 +79,9 @@ def full_context(request: ContextRequest, ui: Ui) -> Path:
         plans = plan_layers(root, request.config, request.variant, lock)
         request.fetch(list(lock.files(name)))
         with temporary_folder(work / "layers") as folder:
-            base = request.cache.get(plans[0]) or _base_layer(request, plans[0], Scratch(folder=folder), ui)
+            base = request.cache.get(plans[0]) or _base_layer(
+                request, lock, plans[0], Scratch(folder=folder), None, ui
+            )
         context = work / "context"
         with ui.step("wheels", "patched wheels and the build context"):
             make_context(root, request.config, lock, name, plans[1:], request.store, work / "wheels", context)
@@ -109,17 +113,30 @@ def _layers(
         wanted += [*plan.section.debs, *plan.section.wheels]
     request.fetch(wanted)
     if not found:
-        found.append(_base_layer(request, missing[0], scratch, ui))
+        found.append(_base_layer(request, lock, missing[0], scratch, request.engine, ui))
         missing = missing[1:]
     made, begin = engine_layers(request, lock, plans, found, missing, scratch, ui)
     return [*found, *made], begin
 
 
-def _base_layer(request: ContextRequest, plan: LayerPlan, scratch: Scratch, ui: Ui) -> NamedLayer:
+def _base_layer(
+    request: ContextRequest, lock: Lock, plan: LayerPlan, scratch: Scratch, engine: Engine | None, ui: Ui
+) -> NamedLayer:
+    def run_elsewhere(work: Path, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        run_in_container(engine, lock.tool_debs, request.store, request.fetch, work, command, env, log)
+
     tar = scratch.folder / "rootfs.tar"
     log = request.root / "build" / request.variant.name / "log" / "rootfs.txt"
     with ui.step("rootfs", f"{len(plan.section.debs)} Debian packages, mmdebstrap"):
-        make_rootfs(request.root, request.config, plan.section.debs, request.store, tar, log)
+        make_rootfs(
+            request.root,
+            request.config,
+            plan.section.debs,
+            request.store,
+            tar,
+            log,
+            run_elsewhere=run_elsewhere,
+        )
     with ui.step("layer", plan.name), oci.scan_layer(tar) as scanned:
         empty = oci.Tree()
         layer = finish_layer(request, plan, (empty, empty.apply(scanned.change)), [scanned], scratch)

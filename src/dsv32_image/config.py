@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SEPARATORS = re.compile(r"[-_.]+")
+_TOOL_KEYS = {"wheels", "debs"}
 _LAYER_KEYS = {"name", "debs", "wheels", "collect", "tree"}
 _VARIANT_KEYS = {"summary", "python-from-debs", "layers"}
 _TOP_KEYS = {
@@ -69,7 +70,8 @@ class Config:
     wheel_platform: str
     dpkg_exclude: tuple[str, ...]
     dpkg_include: tuple[str, ...]
-    tools: tuple[str, ...]
+    tool_wheels: tuple[str, ...]
+    tool_debs: tuple[str, ...]
     variants: tuple[VariantConfig, ...]
     inputs: str
 
@@ -138,6 +140,8 @@ def _parse(table: dict[str, Any]) -> Config:
     epoch = table["epoch"]
     if not isinstance(epoch, int):
         raise TypeError("epoch must be a number of seconds since 1970")
+    tools = table.get("tools", {})
+    _refuse_unknown(tools, _TOOL_KEYS, "tools")
     canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return Config(
         epoch=epoch,
@@ -146,7 +150,8 @@ def _parse(table: dict[str, Any]) -> Config:
         wheel_platform=table["wheel-platform"],
         dpkg_exclude=_strings(table.get("dpkg-exclude", []), "dpkg-exclude"),
         dpkg_include=_strings(table.get("dpkg-include", []), "dpkg-include"),
-        tools=tuple(table.get("tools", {}).values()),
+        tool_wheels=_strings(tools.get("wheels", []), "tools"),
+        tool_debs=_strings(tools.get("debs", []), "tools"),
         variants=tuple(variants),
         inputs=hashlib.sha256(canonical.encode()).hexdigest(),
     )

@@ -40,6 +40,7 @@ class Engine(Protocol):
 
     name: str
     description: str
+    runs_tools: bool
 
     def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
         """Make an OCI layout known as an image of that tag.
@@ -64,6 +65,14 @@ class Engine(Protocol):
 
     def run(self, request: RunRequest) -> int:
         """Run a command with this process's own output streams; its exit code."""
+
+    def import_root(self, tar: Path, tag: str) -> None:
+        """Make a tar of a root file system known as an image of that tag."""
+
+    def run_tools(
+        self, tag: str, work: Path, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> None:
+        """Run a command that mounts and chroots, in an image, with one host folder under its own path."""
 
 
 def choose(name: str | None) -> Engine:
@@ -93,6 +102,7 @@ class _CliEngine:
     """What docker and podman share: one command line, docker-archives in and out."""
 
     name = ""
+    runs_tools = True
 
     def __init__(self, program: str, description: str) -> None:
         self.program = program
@@ -137,6 +147,22 @@ class _CliEngine:
         for key, value in request.env.items():
             command += ["--env", f"{key}={value}"]
         return subprocess.run([*command, request.image, *request.command], check=False).returncode
+
+    def import_root(self, tar: Path, tag: str) -> None:
+        command = [self.program, "import", str(tar), tag]
+        proc.run(command, what=f"importing the tools into {self.name}", error=EngineError)
+
+    def run_tools(
+        self, tag: str, work: Path, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> None:
+        # What mounting and chroot need, and no more: --privileged is refused where root itself has less.
+        words = [self.program, "run", "--rm", "--network", "none", "--cap-add", "SYS_ADMIN"]
+        words += ["--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined"]
+        words += ["--volume", f"{work}:{work}", "--workdir", "/"]
+        for key, value in {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **env}.items():
+            words += ["--env", f"{key}={value}"]
+        hint = f"see {log}; the container must be allowed to mount (CAP_SYS_ADMIN), as mmdebstrap does"
+        proc.run([*words, tag, *command], what=command[0], error=BuildError, log=log, hint=hint)
 
     def _gpu_options(self) -> list[str]:
         return ["--gpus", "all"]
@@ -190,6 +216,7 @@ class BuildahEngine:
     """Buildah without a daemon; skopeo brings images in."""
 
     name = "buildah"
+    runs_tools = False  # chroot isolation has no right to mount
 
     def __init__(self, program: str, description: str) -> None:
         self.program = program
@@ -269,6 +296,14 @@ class BuildahEngine:
             return subprocess.run([*self._network_off(), *command], check=False).returncode
         finally:
             subprocess.run([self.program, "rm", container], capture_output=True, check=False)
+
+    def import_root(self, tar: Path, tag: str) -> None:
+        raise EngineError("buildah does not run tools here", hint="apt-get install mmdebstrap")
+
+    def run_tools(
+        self, tag: str, work: Path, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> None:
+        raise EngineError("buildah does not run tools here", hint="apt-get install mmdebstrap")
 
     def _network_off(self) -> list[str]:
         # chroot isolation shares the caller's network, so the caller must have none but loopback.

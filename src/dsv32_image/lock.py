@@ -82,6 +82,12 @@ def _old_lock(root: Path) -> Lock | None:
 
 def _resolve(config: Config, patches: Mapping[str, str], old: Lock | None, moving: set[str] | None) -> Lock:
     mirrors = resolve_debs.host_mirrors()
+    tool_debs = resolve_debs.resolve(
+        config.tool_debs,
+        suites=config.suites,
+        mirrors=mirrors,
+        keep=_kept({d.name: d.version for d in old.tool_debs} if old else {}, moving),
+    )
     variants: dict[str, tuple[LayerLock, ...]] = {}
     for variant in config.variants:
         locked = old.variants.get(variant.name, ()) if old else ()
@@ -104,6 +110,7 @@ def _resolve(config: Config, patches: Mapping[str, str], old: Lock | None, movin
         inputs=config.inputs,
         patches=dict(patches),
         tools=resolve_wheels.resolve_tools(config),
+        tool_debs=tool_debs,
         variants=variants,
     )
 
@@ -129,7 +136,8 @@ def _check_names(old: Lock | None, moving: set[str] | None) -> None:
 
 
 def _versions(lock: Lock) -> dict[str, str]:
-    found = {f"tools/{d.name}": d.version for d in lock.tools}
+    tools: list[Deb | Dist] = [*lock.tools, *lock.tool_debs]
+    found = {f"tools/{item.name}": item.version for item in tools}
     for variant, layers in lock.variants.items():
         for layer in layers:
             items: list[Deb | Dist] = [*layer.debs, *layer.wheels]

@@ -74,6 +74,7 @@ class Lock:
     inputs: str
     patches: Mapping[str, str]
     tools: tuple[Dist, ...]
+    tool_debs: tuple[Deb, ...] = ()
     variants: Mapping[str, tuple[LayerLock, ...]]
     digest: str = field(default="", compare=False)
 
@@ -93,7 +94,8 @@ class Lock:
         """Each file to fetch, once, of one variant or of all."""
         seen: set[str] = set()
         names = [variant] if variant else sorted(self.variants)
-        for item in self.tools:
+        tools: list[Deb | Dist] = [*self.tools, *self.tool_debs]
+        for item in tools:
             seen.add(item.sha256)
             yield item
         for name in names:
@@ -109,7 +111,8 @@ def render(lock: Lock) -> str:
     """The text of a lock; the same lock gives the same bytes."""
     lines = [f"schema = {SCHEMA}", f"epoch = {lock.epoch}", f'inputs = "{lock.inputs}"', ""]
     lines += ["[patches]", *(f'{name} = "{sha}"' for name, sha in sorted(lock.patches.items())), ""]
-    lines += ["[tools]", *map(_dist_line, sorted(lock.tools, key=lambda d: d.name)), ""]
+    lines += ["[tools.wheels]", *map(_dist_line, sorted(lock.tools, key=lambda d: d.name)), ""]
+    lines += ["[tools.debs]", *map(_deb_line, sorted(lock.tool_debs, key=lambda d: d.name)), ""]
     for variant, layers in sorted(lock.variants.items()):
         for position, layer in enumerate(layers):
             lines += [f"[variants.{variant}.{layer.name}]", f"position = {position}", ""]
@@ -194,7 +197,7 @@ def _parse(document: dict[str, Any], digest: str) -> Lock:
         variants[name] = tuple(
             LayerLock(
                 name=layer,
-                debs=tuple(Deb(name=n, **body) for n, body in sorted(section.get("debs", {}).items())),
+                debs=_debs(section.get("debs", {})),
                 wheels=_dists(section.get("wheels", {})),
             )
             for layer, section in ordered
@@ -203,7 +206,8 @@ def _parse(document: dict[str, Any], digest: str) -> Lock:
         epoch=document["epoch"],
         inputs=document["inputs"],
         patches=document.get("patches", {}),
-        tools=_dists(document.get("tools", {})),
+        tools=_dists(document.get("tools", {}).get("wheels", {})),
+        tool_debs=_debs(document.get("tools", {}).get("debs", {})),
         variants=variants,
         digest=digest,
     )
@@ -211,6 +215,10 @@ def _parse(document: dict[str, Any], digest: str) -> Lock:
 
 def _dists(table: dict[str, Any]) -> tuple[Dist, ...]:
     return tuple(Dist(name=name, **body) for name, body in sorted(table.items()))
+
+
+def _debs(table: dict[str, Any]) -> tuple[Deb, ...]:
+    return tuple(Deb(name=name, **body) for name, body in sorted(table.items()))
 
 
 def _deb_line(deb: Deb) -> str:

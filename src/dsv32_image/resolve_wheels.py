@@ -68,7 +68,7 @@ def resolve_variant(
 
 def resolve_tools(config: Config) -> tuple[Dist, ...]:
     """The tools that are mounted while a layer is made."""
-    return tuple(dist for dist, _ in compile_requirements(config, config.tools, (), {}))
+    return tuple(dist for dist, _ in compile_requirements(config, config.tool_wheels, (), {}))
 
 
 def urls(config: Config, dists: Iterable[Dist]) -> dict[str, str]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from debian.debfile import DebFile
 
 from dsv32_image import proc
 from dsv32_image.errors import BuildError
-from dsv32_image.files import disk_full_is_clear, sha256_file, sha256_parts, temporary_file, temporary_folder
+from dsv32_image.files import copy_stream, disk_full_is_clear, sha256_file, sha256_parts, temporary_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from dsv32_image.config import Config
     from dsv32_image.lockfile import Deb
     from dsv32_image.store import Store
+
+# Runs a command with an environment; it may read and write the folder, the last is its log.
+Runner = Callable[["Path", Sequence[str], Mapping[str, str], "Path"], None]
 
 # Goes into the key: raise it when anything below changes the bytes.
 FORMAT = 2
@@ -62,6 +67,10 @@ for top, _, names in os.walk("/usr"):
 rm -f var/cache/ldconfig/aux-cache
 # Files only: the folders are in the packages, and what writes there later expects them.
 find var/lib/apt/lists var/cache/apt var/log -type f -delete
+# Their owner is apt's user or root, as apt's version sees fit; apt sets it again when it needs them.
+chown 0:0 var/lib/apt/lists/partial var/cache/apt/archives/partial
+# A folder that debconf makes and forgets, or not, as the version of mmdebstrap calls it.
+rm -rf var/cache/debconf/tmp.ci
 # The day of the build, in days since 1970: shadow(5) field 3.
 chroot . awk -F: -v OFS=: -v day="$EPOCH_DAY" '$3 != "" { $3 = day } { print }' etc/shadow > etc/shadow.new
 cat etc/shadow.new > etc/shadow
@@ -81,54 +90,70 @@ def _compiler(root: Path) -> Path:
     return root / "docker" / "compile_bytecode.py"
 
 
-def make_rootfs(root: Path, config: Config, debs: Sequence[Deb], store: Store, out: Path, log: Path) -> None:
+def make_rootfs(
+    root: Path,
+    config: Config,
+    debs: Sequence[Deb],
+    store: Store,
+    out: Path,
+    log: Path,
+    *,
+    run_elsewhere: Runner,
+) -> None:
     """Write the root file system as a tar to `out`; bit-identical from run to run.
 
+    Args:
+        root: The project's folder.
+        config: Epoch, and what is left out.
+        debs: The locked packages.
+        store: Where they lie.
+        out: The tar.
+        log: Where mmdebstrap's words go.
+        run_elsewhere: Runs the command if this host has no mmdebstrap (`tools_image`).
+
     Raises:
-        ToolMissingError: No mmdebstrap.
+        ToolMissingError: No mmdebstrap, and no way to run one.
         BuildError: mmdebstrap failed; the message names its log.
         OfflineError, HashMismatchError: See `Store.place`.
     """
-    mmdebstrap = proc.require("mmdebstrap", "mmdebstrap")
-    with (
-        temporary_folder(out.with_name("rootfs-work")) as work,
-        disk_full_is_clear(out),
-        temporary_file(out) as tar,
-    ):
+    host = shutil.which("mmdebstrap")
+    with temporary_folder(out.with_name("rootfs-work")) as work, disk_full_is_clear(out):
+        tar = work / "rootfs.tar"
         work.chmod(0o755)  # apt's user and a user namespace read from here
         repository = work / "debs"
         repository.mkdir()
         write_repository(debs, store, repository)
-        essential, customize = (
-            _script(work / "essential", _ESSENTIAL),
-            _script(work / "customize", _CUSTOMIZE),
-        )
-        mode = "root" if os.geteuid() == 0 else "unshare"
-        command = [mmdebstrap, f"--mode={mode}", "--variant=apt", "--format=tar", "--architectures=amd64"]
+        essential = _script(work / "essential", _ESSENTIAL)
+        customize = _script(work / "customize", _CUSTOMIZE)
+        compiler = work / "compile_bytecode.py"
+        copy_stream(_compiler(root), compiler)
+        mode = "root" if os.geteuid() == 0 or not host else "unshare"
+        command = ["mmdebstrap", f"--mode={mode}", "--variant=apt", "--format=tar", "--architectures=amd64"]
         command += [f"--include={','.join(deb.name for deb in debs)}"]
         command += [f"--dpkgopt=path-exclude={p}" for p in config.dpkg_exclude]
         command += [f"--dpkgopt=path-include={p}" for p in config.dpkg_include]
         # The packages were checked against the lock; there is no signature on our own folder.
         command += [f"--essential-hook={essential}", f"--customize-hook={customize}"]
+        # Done by the hook above; mmdebstrap's own cleaning runs after it and differs between versions.
+        command += ["--skip=cleanup/apt"]
         command += ["trixie", str(tar), f"deb [trusted=yes] copy://{repository} ./"]
         env = {
             "SOURCE_DATE_EPOCH": str(config.epoch),
-            "COMPILE_BYTECODE": str(_compiler(root)),
+            "COMPILE_BYTECODE": str(compiler),
             "EPOCH_DAY": str(config.epoch // 86400),
             "LC_ALL": "C.UTF-8",
             "TZ": "UTC",
             "PYTHONHASHSEED": "0",
             "TMPDIR": str(work),
         }
-        proc.run(
-            command,
-            what="mmdebstrap",
-            error=BuildError,
-            env=env,
-            log=log,
-            hint=f"see {log}; a full disk shows there too",
-        )
+        run = _run_here if host else run_elsewhere
+        run(work, command, env, log)
         tar.replace(out)
+
+
+def _run_here(work: Path, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    hint = f"see {log}; a full disk shows there too"
+    proc.run(command, what="mmdebstrap", error=BuildError, env=env, log=log, hint=hint)
 
 
 def _script(path: Path, text: str) -> Path:
@@ -152,4 +177,9 @@ def write_repository(debs: Sequence[Deb], store: Store, folder: Path) -> None:
         control["Size"] = str(deb.size)
         control["SHA256"] = deb.sha256
         stanzas.append(control.dump())
-    (folder / "Packages").write_text("\n".join(stanzas))
+    packages = "\n".join(stanzas)
+    (folder / "Packages").write_text(packages)
+    # mmdebstrap from 1.5 on asks apt for the essential packages of this code name.
+    digest = hashlib.sha256(packages.encode()).hexdigest()
+    release = "Suite: trixie\nCodename: trixie\nDate: Thu, 01 Jan 1970 00:00:00 UTC\n"
+    (folder / "Release").write_text(f"{release}SHA256:\n {digest} {len(packages.encode())} Packages\n")
