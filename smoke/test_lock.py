@@ -6,7 +6,9 @@ import fnmatch
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
+import stat
 import subprocess
 import tomllib
 from pathlib import Path
@@ -159,3 +161,30 @@ def test_nothing_of_the_build_host_is_left(image_share):
     assert "deb " not in sources and "Types:" not in sources
     assert list(Path("/var/lib/apt/lists").glob("*Packages*")) == []
     assert [path for path in Path("/var/log").rglob("*") if path.is_file()] == []
+
+
+def test_the_image_is_hardly_larger_than_what_it_installs(image_share, installed, record_property):
+    """All that is there against the files of packages, distributions and bytecode: at most 3% more."""
+    packaged = set()
+    for listing in Path("/var/lib/dpkg/info").glob("*.list"):
+        packaged.update(Path(line).resolve() for line in listing.read_text().splitlines())
+    site = site_packages()
+    for dist in installed.values():
+        packaged.update((site / file).resolve() for file in dist.files)
+    total = known = 0
+    seen = set()
+    # bin, lib and sbin are links into usr.
+    for top in ("boot", "etc", "home", "opt", "root", "srv", "usr", "var", "workspace"):
+        for folder, _, names in os.walk(Path("/") / top):
+            for name in names:
+                path = Path(folder) / name
+                status = path.lstat()
+                if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                total += status.st_size
+                source = path.parent.parent / f"{name.split('.')[0]}.py" if name.endswith(".pyc") else path
+                known += status.st_size if source in packaged or path in packaged else 0
+    record_property("bytes", total)
+    record_property("larger than installed", total / known - 1)
+    assert total <= 1.03 * known
