@@ -17,8 +17,8 @@ On several ranks of one host, or under torchrun on several hosts:
 The two stages of DeepSeek-V3.2's recipe, each from the other's checkpoint:
 
 \b
-  run_deepseek_v3.2_5layer.py train --stage warmup --load /tmp/run/step-000200 --data /tmp/text --out /tmp/warm
-  run_deepseek_v3.2_5layer.py train --stage sparse --load /tmp/warm/step-000200 --data /tmp/text --out /tmp/run3
+  run_deepseek_v3.2_5layer.py train --stage warmup --load /tmp/run/step-000200 --data /tmp/text --out /tmp/w
+  run_deepseek_v3.2_5layer.py train --stage sparse --load /tmp/w/step-000200 --data /tmp/text --out /tmp/run3
 """
 
 # ruff: noqa: TC003, PLC0415  # typer reads annotations at run time; --help should not import Megatron
