@@ -67,8 +67,9 @@ for top, _, names in os.walk("/usr"):
 rm -f var/cache/ldconfig/aux-cache
 # Files only: the folders are in the packages, and what writes there later expects them.
 find var/lib/apt/lists var/cache/apt var/log -type f -delete
-# Their owner is apt's user or root, as apt's version sees fit; apt sets it again when it needs them.
+# Owner and mode are as the version of apt on the host sees fit; apt sets them again when it needs them.
 chown 0:0 var/lib/apt/lists/partial var/cache/apt/archives/partial
+chmod 700 var/lib/apt/lists/partial var/cache/apt/archives/partial
 # A folder that debconf makes and forgets, or not, as the version of mmdebstrap calls it.
 rm -rf var/cache/debconf/tmp.ci
 # The day of the build, in days since 1970: shadow(5) field 3.
