@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from dsv32_image import oci
@@ -170,6 +171,15 @@ def _sweep(work: Path) -> None:
             leftover.unlink()
 
 
+def built(layout: Path) -> ImageDigest | None:
+    """The digest of the image that was last built here, if it is still there."""
+    try:
+        note = json.loads(layout.with_suffix(".json").read_text())
+        return oci.ImageDigest(manifest=note["manifest"], config=note["config"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def _finished(layout: Path, key: str) -> ImageDigest | None:
     """The digest of the layout, if it was made from exactly these inputs."""
     try:
@@ -200,7 +210,18 @@ def _load(
 
 
 def clean(root: Path, cache: Path, *, everything: bool) -> list[Path]:
-    """Remove what builds left below the project and, if asked, the caches; what was removed."""
+    """Remove what builds left below the project and, if asked, the caches; what was removed.
+
+    Raises:
+        BusyError: A build runs in this folder.
+    """
+    with ExitStack() as held:
+        for lock in (root / "build").glob("*/lock"):
+            held.enter_context(only_one(lock))
+        return _remove(root, cache, everything=everything)
+
+
+def _remove(root: Path, cache: Path, *, everything: bool) -> list[Path]:
     doomed = [root / "build", root / "dist"]
     if everything:
         doomed += [cache / "layers", cache / "sha256", cache / "partial"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from dsv32_image import lock as lock_step
 from dsv32_image import patch_cli
 from dsv32_image.bench import bench_build
 from dsv32_image.config import Config, load_config
-from dsv32_image.errors import ImageError, UsageError
+from dsv32_image.errors import FileAccessError, ImageError, UsageError
 from dsv32_image.fetch_step import bring
 from dsv32_image.files import disk_full_is_clear
 from dsv32_image.identity import image_tag
@@ -76,6 +77,7 @@ def locked_source(root: Path, package: str) -> Path:
     for item in read_lock(root).files():
         if isinstance(item, Dist) and item.name == package:
             store = Store(cache_home())
+            store.drop_damaged([item])
             bring([item], load_config(root), store, Ui(), offline=False)
             return store.path(item.sha256)
     raise UsageError(
@@ -109,7 +111,10 @@ def lock(
         print("versions.lock is up to date")
         return
     names = list(upgrade or [])
-    lock_step.make_lock(root, config, ui, upgrade=names if upgrade_all or names else None)
+    if names and not upgrade_all:
+        raise UsageError("names alone move nothing", hint=f"nox -s lock -- --upgrade {' '.join(names)}")
+    moving = names if upgrade_all else None
+    lock_step.make_lock(root, config, ui, upgrade=moving, store=Store(cache_home()))
 
 
 @app.command()
@@ -120,8 +125,10 @@ def fetch(
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
     name = _variant(config, variant, ui)
-    locked = read_lock(root)
-    bring(list(locked.files(name)), config, Store(cache_home()), ui, offline=offline)
+    files, store = list(read_lock(root).files(name)), Store(cache_home())
+    for file in store.drop_damaged(files):
+        ui.say(f"  fetch  {file} in the store was damaged; removed")
+    bring(files, config, store, ui, offline=offline)
 
 
 @app.command()
@@ -156,7 +163,8 @@ def context(
     name = _variant(config, variant, ui)
 
     folder = build_step.full_context(_context_request(root, config, name, ui, offline=offline), ui)
-    print(f"docker build --network none -f docker/Dockerfile {folder.relative_to(root)}")
+    words = f"DOCKER_BUILDKIT=1 docker build --network none --tag {image_tag(name)} --file docker/Dockerfile"
+    print(f"cd {shlex.quote(str(root))} && {words} {folder.relative_to(root)}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -255,6 +263,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.hint:
             print(f"  next: {error.hint}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if verbose or error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print("  next: check owner and permissions; DSV32_CACHE names another cache", file=sys.stderr)
+        return FileAccessError.exit_code
     except typer.Abort:
         return 130
     except KeyboardInterrupt:

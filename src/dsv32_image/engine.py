@@ -372,7 +372,7 @@ def _check_docker(program: str) -> str:
         reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
         raise EngineError(
             f"docker: {program} is there but no daemon answers it: {reason}",
-            hint="start it (`systemctl start docker`, or `dockerd &` as root), or use --engine buildah",
+            hint=_docker_hint(reason),
         )
     client, server = done.stdout.split()
     if _version(server) < _OLDEST_DOCKER:
@@ -387,6 +387,14 @@ def _check_docker(program: str) -> str:
                 hint="install docker-buildx (or docker-buildx-plugin), or the daemon's own client",
             )
     return f"docker {server} (client {client}, {program})"
+
+
+def _docker_hint(reason: str) -> str:
+    if host := os.environ.get("DOCKER_HOST"):
+        return f"DOCKER_HOST is set to {host}: correct or unset it, or use --engine buildah"
+    if "permission denied" in reason:
+        return "this user may not talk to it: add it to the group docker, or use --engine buildah"
+    return "start it (`systemctl start docker`, or `dockerd &` as root), or use --engine buildah"
 
 
 def _find_podman() -> Engine:
@@ -420,7 +428,8 @@ def _all_on_path(program: str) -> list[str]:
     found = []
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         path = Path(folder) / program
-        if path.is_file() and os.access(path, os.X_OK) and str(path) not in found:
+        # os.access first: a folder that may not be entered is no error, it just holds nothing for us.
+        if os.access(path, os.X_OK) and path.is_file() and str(path) not in found:
             found.append(str(path))
     return found
 

@@ -84,6 +84,12 @@ class DiskFullError(ImageError):
     exit_code = 23
 
 
+class FileAccessError(ImageError):
+    """A file or folder cannot be read or written: permissions, a missing parent, a read-only disk."""
+
+    exit_code = 24
+
+
 class PatchError(ImageError):
     """A patch does not apply exactly, is listed but missing, or is malformed."""
 

@@ -10,13 +10,15 @@ from dsv32_image.config import normalise
 from dsv32_image.errors import LockEditedError, LockMissingError, UsageError
 from dsv32_image.families import check_families
 from dsv32_image.lockfile import Deb, Dist, LayerLock, Lock, read_lock, write_lock
-from dsv32_image.patching import series_sha256
+from dsv32_image.patching import read_series, series_sha256
+from dsv32_image.wheels import apply_to_files, read_archive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from dsv32_image.config import Config
+    from dsv32_image.store import Store
     from dsv32_image.ui import Ui
 
 
@@ -26,7 +28,14 @@ def patch_series(root: Path) -> dict[str, str]:
     return {path.name: series_sha256(path) for path in sorted(folder.iterdir()) if (path / "series").exists()}
 
 
-def make_lock(root: Path, config: Config, ui: Ui, *, upgrade: Iterable[str] | None = None) -> bool:
+def make_lock(
+    root: Path,
+    config: Config,
+    ui: Ui,
+    *,
+    upgrade: Iterable[str] | None = None,
+    store: Store | None = None,
+) -> bool:
     """Write versions.lock if anything it depends on changed; True if it was written.
 
     Args:
@@ -35,13 +44,15 @@ def make_lock(root: Path, config: Config, ui: Ui, *, upgrade: Iterable[str] | No
         ui: Where to say what happens.
         upgrade: None keeps every version that still fits; names let those move; an empty
             collection lets all of them move.
+        store: Where sources lie that series are tried on; None tries none.
 
     Raises:
         UsageError: A name to upgrade is in no section of the lock.
         ResolveError, DownloadError, ToolMissingError: See the resolvers.
     """
     patches = patch_series(root)
-    old = _old_lock(root)
+    old = _old_lock(root, ui)
+    _check_series(root, old, store)
     if old and upgrade is None and old.inputs == config.inputs:
         if dict(old.patches) == patches:
             ui.say("   lock  versions.lock is up to date")
@@ -73,11 +84,28 @@ def changes(old: Lock | None, new: Lock) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _old_lock(root: Path) -> Lock | None:
+def _check_series(root: Path, old: Lock | None, store: Store | None) -> None:
+    """Refuse a malformed series, and one that does not apply where the locked source is at hand.
+
+    Raises:
+        PatchError: See `patching`.
+    """
+    sources = {item.name: item for item in old.files() if isinstance(item, Dist)} if old else {}
+    for name in patch_series(root):
+        patches = read_series(root / "patches" / name)
+        if store and name in sources and store.has(sources[name]):
+            apply_to_files(read_archive(store.path(sources[name].sha256)), patches)
+
+
+def _old_lock(root: Path, ui: Ui) -> Lock | None:
     try:
         return read_lock(root)
-    except (LockMissingError, LockEditedError):
-        return None  # writing a new one is what mends either
+    except LockMissingError:
+        return None
+    except LockEditedError as error:
+        # Writing a new one mends it, but without the pins of the old.
+        ui.say(f"   lock  {error.message}; resolving anew, every version may move")
+        return None
 
 
 def _resolve(config: Config, patches: Mapping[str, str], old: Lock | None, moving: set[str] | None) -> Lock:

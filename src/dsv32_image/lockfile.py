@@ -143,7 +143,8 @@ def read_lock(root: Path) -> Lock:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise LockMissingError(f"no {LOCK_NAME} in {root}", hint="run `nox -s lock`") from None
+        hint = f"`git checkout {LOCK_NAME}`; `nox -s lock` makes a new one and lets versions move"
+        raise LockMissingError(f"no {LOCK_NAME} in {root}", hint=hint) from None
     found = _CONTENT_LINE.search(raw)
     rest = _CONTENT_LINE.sub(b"", raw, count=1)
     if not found or found.group(1).decode() != _sha256(rest):

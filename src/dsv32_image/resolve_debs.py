@@ -113,7 +113,7 @@ def resolve(
             [apt, "update", "--error-on=any"],
             what=f"reading the package lists of {mirrors.main}",
             error=DownloadError,
-            hint="check network, proxy and mirror in the host's apt settings",
+            hint="check network and proxy, and the mirror in apt's settings or DSV32_DEBIAN_MIRROR",
             env=env,
         )
         names = [*wanted, "?essential", "?priority(required)"]

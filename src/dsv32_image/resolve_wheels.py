@@ -175,7 +175,7 @@ def _uv_error(stderr: str) -> Exception:
     if any(word in stderr for word in _NETWORK_WORDS):
         return DownloadError(
             f"the package index cannot be reached:\n{text}",
-            hint="check network, proxy and index settings (uv's or pip's); `--offline` works from the store",
+            hint="check network and proxy, and the index that UV_DEFAULT_INDEX, uv's or pip's settings name",
         )
     return ResolveError(
         f"no set of versions satisfies what pyproject.toml asks for:\n{text}",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+from dsv32_image.build import built
 from dsv32_image.engine import RunRequest
 from dsv32_image.errors import EngineError
 from dsv32_image.files import temporary_folder, write_atomic
@@ -32,6 +33,7 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
     Raises:
         EngineError: The image is not in the engine, or the run wrote no report.
     """
+    digest = "none: no container"
     report_path = root / "dist" / f"{variant}.{REPORT}"
     with temporary_folder(root / "build" / variant / "smoke") as folder:
         folder.chmod(0o777)  # the image's user is not this one
@@ -53,11 +55,8 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
             code = subprocess.run(command, check=False, cwd=root).returncode
         else:
             tag = image_tag(variant)
-            if not engine.image_id(tag):
-                raise EngineError(
-                    f"{tag} is not in {engine.name}", hint=f"run `nox -s build -- --variant {variant}`"
-                )
-            ui.say(f"  smoke  {tag} in {engine.description}")
+            digest = require_own_image(root, variant, engine)
+            ui.say(f"  smoke  {tag} in {engine.description}\n{'':>7}  {digest}")
             request = RunRequest(
                 image=tag,
                 command=["python", *pytest, _INSIDE, "--smoke-report=/run/smoke/" + REPORT, *words],
@@ -71,12 +70,29 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
             raise EngineError(
                 f"the smoke run ended with code {code} and wrote no report", hint="its output above says why"
             )
-        report = json.loads(written.read_text())
-        write_atomic(report_path, written.read_bytes())
+        report = {**json.loads(written.read_text()), "image": digest}
+        write_atomic(report_path, (json.dumps(report, indent=1, sort_keys=True) + "\n").encode())
         shutil.rmtree(folder, ignore_errors=True)
     show(report, ui)
     ui.say(f" report  {report_path.relative_to(root)}")
     return code
+
+
+def require_own_image(root: Path, variant: str, engine: Engine) -> str:
+    """The manifest digest of the image built in this folder, if the engine's tag is that image.
+
+    Raises:
+        EngineError: Nothing was built here, or the tag is another checkout's image or an older one.
+    """
+    tag, hint = image_tag(variant), f"run `nox -s build -- --variant {variant}`"
+    image, own = engine.image_id(tag), built(root / "dist" / variant)
+    if not image:
+        raise EngineError(f"{tag} is not in {engine.name}", hint=hint)
+    # Docker with containerd's store names an image by its manifest, others by its config.
+    if own is None or image not in (own.config, own.manifest):
+        here = own.config if own else "nothing"
+        raise EngineError(f"{tag} in {engine.name} is {image}, built in this folder was {here}", hint=hint)
+    return own.manifest
 
 
 def show(report: Mapping[str, Any], ui: Ui) -> None:

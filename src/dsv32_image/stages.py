@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -73,14 +74,14 @@ def engine_layers(
         make_context(
             request.root, config, lock, request.variant.name, missing, request.store, work / "wheels", context
         )
-    parent = f"localhost/dsv32-part:{plans[len(below) - 1].key[:16]}"
-    made_tag = f"localhost/dsv32-build:{request.variant.name}"
+    # Of this process alone: two checkouts may build at once with one engine.
+    parent = f"localhost/dsv32-part:{plans[len(below) - 1].key[:16]}-{os.getpid()}"
+    made_tag = f"localhost/dsv32-build:{plans[-1].key[:16]}-{os.getpid()}"
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
-            part = oci.write_layout(folder / "part", below, oci.ImageConfig(created=config.epoch), "part")
+            oci.write_layout(folder / "part", below, oci.ImageConfig(created=config.epoch), "part")
             scratch.tags.extend([parent, made_tag])
-            if engine.image_id(parent) != part.config:
-                engine.load(folder / "part", parent, folder, scratch.plain)
+            engine.load(folder / "part", parent, folder, scratch.plain)
         with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in missing)}"):
             args = {f"KEY_{plan.name.upper()}": plan.key for plan in missing}
             dockerfile = work / "Dockerfile"

@@ -57,6 +57,16 @@ class Store:
         """Those that have to be fetched."""
         return [item for item in items if not self.has(item)]
 
+    def drop_damaged(self, items: Iterable[Locked]) -> list[str]:
+        """Remove files whose bytes are not those of the lock, so that they are fetched again; their names."""
+        damaged = []
+        for item in items:
+            path = self.path(item.sha256)
+            if path.exists() and (path.stat().st_size != item.size or sha256_file(path) != item.sha256):
+                path.unlink()
+                damaged.append(item.file)
+        return damaged
+
     def require(self, items: Iterable[Locked]) -> None:
         """Refuse to go on without all of them.
 
@@ -67,7 +77,7 @@ class Store:
         if absent:
             total = sum(item.size for item in absent)
             raise OfflineError(
-                f"{len(absent)} locked files are not in the store ({total} bytes), first: {absent[0].file}",
+                f"not in the store, or not whole: {absent[0].file} ({len(absent)} in all, {total >> 20} MiB)",
                 hint="run `nox -s fetch` without --offline, or copy the store of another machine to "
                 + str(self.home),
             )

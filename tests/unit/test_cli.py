@@ -1,5 +1,6 @@
 """The command line: messages, exit codes, and that nothing half-made is left."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ from config_samples import MINIMAL
 
 from dsv32_image import cli, errors
 from dsv32_image.files import only_one
-from dsv32_image.smoke_step import show
+from dsv32_image.lockfile import Dist
+from dsv32_image.smoke_step import require_own_image, show
+from dsv32_image.store import Store
 from dsv32_image.ui import Ui
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +43,7 @@ def test_an_error_is_shown_on_few_lines_without_a_traceback(project, capsys):
     assert cli.main(["fetch", "--variant", "cpu"]) == errors.LockMissingError.exit_code
     shown = capsys.readouterr().err
     assert shown.startswith("error: no versions.lock")
-    assert "next: run `nox -s lock`" in shown
+    assert "next: `git checkout versions.lock`" in shown
     assert "Traceback" not in shown
     assert len(shown.splitlines()) <= 4
 
@@ -136,3 +139,72 @@ def test_the_report_table_counts_cases_and_shows_the_largest_error(capsys):
     shown = capsys.readouterr().out
     assert "2 passed" in shown and "3.0e-07 out" in shown and "no GPU here" in shown
     assert shown.splitlines()[-1] == "2 passed, 0 failed, 1 skipped"
+
+
+class FakeEngine:
+    """An engine that holds one image."""
+
+    name = "docker"
+
+    def __init__(self, image):
+        self.image = image
+
+    def image_id(self, tag):
+        return self.image
+
+
+def test_smoke_refuses_an_image_that_was_not_built_here(tmp_path):
+    (tmp_path / "dist").mkdir()
+    note = tmp_path / "dist" / "cpu.json"
+    with pytest.raises(errors.EngineError, match="is not in docker"):
+        require_own_image(tmp_path, "cpu", FakeEngine(""))
+    with pytest.raises(errors.EngineError, match="built in this folder was nothing"):
+        require_own_image(tmp_path, "cpu", FakeEngine("sha256:old"))
+    note.write_text(json.dumps({"key": "k", "manifest": "sha256:m", "config": "sha256:c"}))
+    with pytest.raises(errors.EngineError, match="sha256:old") as caught:
+        require_own_image(tmp_path, "cpu", FakeEngine("sha256:old"))
+    assert "nox -s build" in caught.value.hint
+    assert require_own_image(tmp_path, "cpu", FakeEngine("sha256:c")) == "sha256:m"
+
+
+def test_clean_waits_for_no_build_and_takes_nothing_from_one(project, capsys):
+    with only_one(project / "build" / "cpu" / "lock"):
+        assert cli.main(["clean"]) == errors.BusyError.exit_code
+    assert (project / "build" / "cpu" / "lock").exists()
+    assert cli.main(["clean"]) == 0
+    assert not (project / "build").exists()
+
+
+def test_a_file_that_cannot_be_read_is_no_traceback(project, monkeypatch, capsys):
+    def denied(root):
+        raise PermissionError(13, "Permission denied", "/cache/x")
+
+    monkeypatch.setattr(cli, "read_lock", denied)
+    assert cli.main(["fetch", "--variant", "cpu"]) == errors.FileAccessError.exit_code
+    assert "/cache/x: Permission denied" in capsys.readouterr().err
+
+
+def test_names_without_upgrade_move_nothing(project, capsys):
+    assert cli.main(["lock", "einops"]) == errors.UsageError.exit_code
+    assert "--upgrade einops" in capsys.readouterr().err
+
+
+def test_lock_refuses_a_series_with_a_patch_that_lacks_its_header(project, capsys):
+    series = project / "patches" / "einops"
+    (series / "series").write_text("0001-x.patch\n")
+    (series / "0001-x.patch").write_text("Why: because\n\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n")
+    assert cli.main(["lock"]) == errors.PatchError.exit_code
+    assert "0001-x.patch" in capsys.readouterr().err
+    assert not (project / "versions.lock").exists()
+
+
+def test_a_damaged_file_of_the_right_size_is_dropped_and_named(tmp_path):
+    store = Store(tmp_path)
+    good = hashlib.sha256(b"good").hexdigest()
+    item = Dist(name="a", version="1", file="a-1.whl", size=4, sha256=good)
+    store.path(good).parent.mkdir(parents=True)
+    store.path(good).write_bytes(b"evil")
+    assert store.drop_damaged([item]) == ["a-1.whl"]
+    assert store.missing([item]) == [item]
+    store.path(good).write_bytes(b"good")
+    assert store.drop_damaged([item]) == []

@@ -122,3 +122,17 @@ def test_docker_runs_without_network_and_with_the_mounts(programs, tmp_path):
     assert f"{tmp_path}:/run/smoke:rw" in words
     assert "--env A=1" in words
     assert "--gpus" not in words
+
+
+def test_a_dead_docker_host_is_named_as_what_to_correct(programs, monkeypatch):
+    programs("docker", 'echo "Cannot connect" >&2; exit 1')
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    with pytest.raises(EngineError) as caught:
+        choose("docker")
+    assert "DOCKER_HOST is set to tcp://127.0.0.1:9" in caught.value.hint
+
+
+def test_a_folder_on_the_path_that_may_not_be_entered_is_passed_over(programs, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(EngineError, match="docker: not installed"):
+        choose("docker")
