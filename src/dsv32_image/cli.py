@@ -13,7 +13,7 @@ import typer
 from dsv32_image import build as build_step
 from dsv32_image import engine as engines
 from dsv32_image import lock as lock_step
-from dsv32_image import patch_cli
+from dsv32_image import patch_cli, resolve_wheels
 from dsv32_image.bench import bench_build
 from dsv32_image.config import Config, load_config
 from dsv32_image.errors import FileAccessError, ImageError, UsageError
@@ -98,10 +98,17 @@ def lock(
     check: Annotated[
         bool, typer.Option("--check", help="Only say whether versions.lock is stale; exit code 1 if so.")
     ] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="The host's own tools instead: requirements/host.txt.")
+    ] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Resolve pyproject.toml to versions.lock: every deb, wheel, source and patch series by sha256."""
     root, ui = project_root(), Ui(verbose=verbose)
+    if host:
+        resolve_wheels.compile_host(root, upgrade=upgrade_all)
+        ui.say("   lock  wrote requirements/host.txt; the next session makes .venv anew if it changed")
+        return
     config = load_config(root)
     if check:
         rows = stale_rows(read_lock(root), config, lock_step.patch_series(root))

@@ -99,6 +99,22 @@ def urls(config: Config, dists: Iterable[Dist]) -> dict[str, str]:
     return by_sha
 
 
+def compile_host(root: Path, *, upgrade: bool) -> None:
+    """Write requirements/host.txt, the host's own tools by hash, from host.in.
+
+    Raises:
+        ResolveError, DownloadError: As `resolve_variant`.
+    """
+    command = [uv_program(), "pip", "compile", "host.in", "--output-file", "host.txt", "--universal"]
+    command += ["--python-version", "3.11", "--generate-hashes", "--quiet", "--python", sys.executable]
+    command += ["--upgrade"] if upgrade else []
+    env = {**_uv_env(), "UV_CUSTOM_COMPILE_COMMAND": "nox -s lock -- --host"}
+    folder = root / "requirements"
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise _uv_error(done.stderr)
+
+
 def compile_requirements(
     config: Config,
     requirements: Sequence[str],
