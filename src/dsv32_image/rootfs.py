@@ -70,8 +70,8 @@ find var/lib/apt/lists var/cache/apt var/log -type f -delete
 # Owner and mode are as the version of apt on the host sees fit; apt sets them again when it needs them.
 chown 0:0 var/lib/apt/lists/partial var/cache/apt/archives/partial
 chmod 700 var/lib/apt/lists/partial var/cache/apt/archives/partial
-# A folder that debconf makes and forgets, or not, as the version of mmdebstrap calls it.
-rm -rf var/cache/debconf/tmp.ci
+# Folders that apt and debconf make for themselves, whose owner or presence depends on their version.
+rm -rf var/lib/apt/lists/auxfiles var/cache/debconf/tmp.ci
 # The day of the build, in days since 1970: shadow(5) field 3.
 chroot . awk -F: -v OFS=: -v day="$EPOCH_DAY" '$3 != "" { $3 = day } { print }' etc/shadow > etc/shadow.new
 cat etc/shadow.new > etc/shadow
