@@ -85,7 +85,16 @@ def full_context(request: ContextRequest, ui: Ui) -> Path:
             )
         context = work / "context"
         with ui.step("wheels", "patched wheels and the build context"):
-            make_context(root, request.config, lock, name, plans[1:], request.store, work / "wheels", context)
+            make_context(
+                root,
+                request.config,
+                lock,
+                request.variant,
+                plans[1:],
+                request.store,
+                work / "wheels",
+                context,
+            )
             # ADD unpacks it: the canonical base layer is a gzip'ed tar of the root file system.
             link_or_copy(base.path, context / "base.tar")
     return context
@@ -112,6 +121,7 @@ def _layers(
     wanted: list[Locked] = [*lock.tools]
     for plan in missing:
         wanted += [*plan.section.debs, *plan.section.wheels]
+        wanted += lock.compile_tools if plan.jobs else ()
     request.fetch(wanted)
     if not found:
         found.append(_base_layer(request, lock, missing[0], scratch, request.engine, ui))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +16,12 @@ from dsv32_image import engine as engines
 from dsv32_image import lock as lock_step
 from dsv32_image import patch_cli, resolve_wheels
 from dsv32_image.bench import bench_build
-from dsv32_image.config import Config, load_config
+from dsv32_image.config import ARCH, Config, VariantConfig, load_config
 from dsv32_image.errors import FileAccessError, ImageError, UsageError
 from dsv32_image.fetch_step import bring
 from dsv32_image.files import disk_full_is_clear
 from dsv32_image.identity import image_tag
-from dsv32_image.layers import LayerCache
+from dsv32_image.layers import LayerCache, dockerfile_name
 from dsv32_image.lockfile import Dist, read_lock, stale_rows
 from dsv32_image.smoke_step import run_smoke
 from dsv32_image.stages import BuildRequest, ContextRequest
@@ -47,6 +48,10 @@ VariantOption = Annotated[
 ]
 EngineOption = Annotated[
     str | None, typer.Option("--engine", help="docker, podman or buildah; default: the first that answers")
+]
+ArchOption = Annotated[
+    list[str] | None,
+    typer.Option("--arch", help="Compute capability to compile for, e.g. 9.0; repeat it for several."),
 ]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Take every file from the store, or fail.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="More lines, and a traceback with an error.")]
@@ -147,14 +152,27 @@ def build(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Make every layer anew; only the store is used.")
     ] = False,
+    recompile: Annotated[
+        bool, typer.Option("--recompile", help="Compile wheels anew, and fail if their bytes change.")
+    ] = False,
+    arch: ArchOption = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=0, help="Compilers at once; 0: as processors and memory allow.")
+    ] = 0,
     verbose: VerboseOption = False,
 ) -> None:
     """Build the image, write it to dist/ and load it into the engine; prints its digest last."""
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
     name = _variant(config, variant, ui)
-    plain = _context_request(root, config, name, ui, offline=offline)
-    request = BuildRequest(**vars(plain), engine=engines.choose(engine), fresh=no_cache)
+    plain = _context_request(root, config, name, ui, offline=offline, archs=arch)
+    request = BuildRequest(
+        **vars(plain),
+        engine=engines.choose(engine),
+        fresh=no_cache or recompile,
+        recompile=recompile,
+        jobs=jobs,
+    )
     digest = build_step.build(request, ui)
     ui.say(f"  image  {image_tag(name)} in {request.engine.name}; OCI layout: dist/{name}")
     print(digest.manifest)
@@ -170,7 +188,8 @@ def context(
     name = _variant(config, variant, ui)
 
     folder = build_step.full_context(_context_request(root, config, name, ui, offline=offline), ui)
-    words = f"DOCKER_BUILDKIT=1 docker build --network none --tag {image_tag(name)} --file docker/Dockerfile"
+    words = f"DOCKER_BUILDKIT=1 docker build --network none --tag {image_tag(name)}"
+    words += f" --file docker/{dockerfile_name(name)}"
     print(f"cd {shlex.quote(str(root))} && {words} {folder.relative_to(root)}")
 
 
@@ -225,34 +244,40 @@ def clean(
         ui.say(f"  clean  {path}")
 
 
-def _context_request(root: Path, config: Config, name: str, ui: Ui, *, offline: bool) -> ContextRequest:
+def _context_request(
+    root: Path, config: Config, name: str, ui: Ui, *, offline: bool, archs: Sequence[str] | None = None
+) -> ContextRequest:
     store = Store(cache_home())
+    variant = config.variant(name)
+    if archs:
+        variant = _for_archs(variant, archs)
 
     def fetcher(items: Sequence[Locked]) -> None:
         bring(items, config, store, ui, offline=offline)
 
     cache = LayerCache(cache_home())
-    return ContextRequest(
-        root=root, config=config, variant=config.variant(name), store=store, cache=cache, fetch=fetcher
-    )
+    return ContextRequest(root=root, config=config, variant=variant, store=store, cache=cache, fetch=fetcher)
+
+
+def _for_archs(variant: VariantConfig, archs: Sequence[str]) -> VariantConfig:
+    if not variant.cuda_archs:
+        raise UsageError(f"variant '{variant.name}' compiles nothing for a GPU", hint="leave out --arch")
+    for arch in archs:
+        if not ARCH.fullmatch(arch):
+            raise UsageError(
+                f"'{arch}' is no compute capability", hint="--arch 9.0 is Hopper, 10.0 Blackwell"
+            )
+    return replace(variant, cuda_archs=tuple(sorted(set(archs), key=float)))
 
 
 def _variant(config: Config, asked: str | None, ui: Ui) -> str:
     """The variant asked for, else what fits this machine; said in one line."""
     if asked is not None:
-        return _known(config, asked)
+        return config.variant(asked).name
     gpu = Path("/proc/driver/nvidia/version").exists()
     name, why = ("cu130", "an NVIDIA driver answers") if gpu else ("cpu", "no NVIDIA driver here")
-    if gpu and name not in {v.name for v in config.variants}:
-        name, why = "cpu", "an NVIDIA driver answers, but cu130 is not built yet"
     ui.say(f"variant  {name} ({why}; --variant decides)")
     return name
-
-
-def _known(config: Config, name: str) -> str:
-    if name == "cu130" and name not in {v.name for v in config.variants}:
-        raise UsageError("variant 'cu130' is not built yet", hint="use --variant cpu")
-    return config.variant(name).name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from dsv32_image.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+ARCH = re.compile(r"[1-9][0-9]?\.[0-9]")
 _SEPARATORS = re.compile(r"[-_.]+")
-_TOOL_KEYS = {"wheels", "debs"}
-_LAYER_KEYS = {"name", "debs", "wheels", "collect", "tree"}
-_VARIANT_KEYS = {"summary", "python-from-debs", "layers"}
+_TOOL_KEYS = {"wheels", "debs", "compile"}
+_LAYER_KEYS = {"name", "debs", "wheels", "collect", "compile", "remove", "tree"}
+_VARIANT_KEYS = {"summary", "python-from-debs", "leave-out", "cuda-archs", "layers"}
 _TOP_KEYS = {
     "epoch",
     "suites",
@@ -26,6 +28,7 @@ _TOP_KEYS = {
     "dpkg-exclude",
     "dpkg-include",
     "tools",
+    "compile",
     "variants",
 }
 
@@ -39,25 +42,40 @@ def normalise(name: str) -> str:
 class LayerConfig:
     """One layer: one Dockerfile stage, fed by one section of the lock.
 
-    `collect` holds glob patterns of distribution names that land here although nobody lists them.
-    `tree` holds folders of this repository.
+    `collect` holds glob patterns of distribution names that land here although nobody lists them; the
+    longest pattern that fits decides. `compile` names those of its sdists that a compiler builds on the
+    layers below. `remove` holds glob patterns of installed paths, below the environment's prefix, that
+    the image does without. `tree` holds folders of this repository.
     """
 
     name: str
     debs: tuple[str, ...] = ()
     wheels: tuple[str, ...] = ()
     collect: tuple[str, ...] = ()
+    compile: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
     tree: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariantConfig:
-    """One flavour of the stack: `cpu` or `cu130`."""
+    """One flavour of the stack: `cpu` or `cu130`.
+
+    `leave_out` names distributions that are not installed although something asks for them.
+    `cuda_archs` are the compute capabilities that wheels are compiled for; empty without a GPU.
+    """
 
     name: str
     summary: str
-    python_from_debs: tuple[str, ...]
     layers: tuple[LayerConfig, ...]
+    python_from_debs: tuple[str, ...] = ()
+    leave_out: tuple[str, ...] = ()
+    cuda_archs: tuple[str, ...] = ()
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """What the resolver must not bring."""
+        return (*self.python_from_debs, *self.leave_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +90,8 @@ class Config:
     dpkg_include: tuple[str, ...]
     tool_wheels: tuple[str, ...]
     tool_debs: tuple[str, ...]
+    compile_wheels: tuple[str, ...]
+    compile_env: Mapping[str, Mapping[str, str]]
     variants: tuple[VariantConfig, ...]
     inputs: str
 
@@ -133,8 +153,10 @@ def _parse(table: dict[str, Any]) -> Config:
             VariantConfig(
                 name=name,
                 summary=body["summary"],
-                python_from_debs=tuple(normalise(d) for d in body.get("python-from-debs", ())),
                 layers=layers,
+                python_from_debs=tuple(normalise(d) for d in body.get("python-from-debs", ())),
+                leave_out=tuple(normalise(d) for d in body.get("leave-out", ())),
+                cuda_archs=_archs(body.get("cuda-archs", []), f"variant {name}"),
             )
         )
     epoch = table["epoch"]
@@ -152,6 +174,8 @@ def _parse(table: dict[str, Any]) -> Config:
         dpkg_include=_strings(table.get("dpkg-include", []), "dpkg-include"),
         tool_wheels=_strings(tools.get("wheels", []), "tools"),
         tool_debs=_strings(tools.get("debs", []), "tools"),
+        compile_env=_environments(table.get("compile", {})),
+        compile_wheels=_strings(tools.get("compile", []), "tools"),
         variants=tuple(variants),
         inputs=hashlib.sha256(canonical.encode()).hexdigest(),
     )
@@ -168,8 +192,28 @@ def _layer(item: dict[str, Any], variant: str) -> LayerConfig:
         debs=_strings(item.get("debs", []), where),
         wheels=_strings(item.get("wheels", []), where),
         collect=_strings(item.get("collect", []), where),
+        compile=tuple(normalise(d) for d in _strings(item.get("compile", []), where)),
+        remove=_strings(item.get("remove", []), where),
         tree=_strings(item.get("tree", []), where),
     )
+
+
+def _environments(table: object) -> dict[str, dict[str, str]]:
+    """`[tool.dsv32-image.compile.NAME]`: the variables that the build of a distribution reads."""
+    if not isinstance(table, dict):
+        raise TypeError("compile: expected a table of tables")
+    for name, body in table.items():
+        if not isinstance(body, dict) or not all(isinstance(value, str) for value in body.values()):
+            raise TypeError(f"compile.{name}: expected variables with strings as values")
+    return {normalise(name): dict(body) for name, body in table.items()}
+
+
+def _archs(value: object, where: str) -> tuple[str, ...]:
+    archs = _strings(value, where)
+    for arch in archs:
+        if not ARCH.fullmatch(arch):
+            raise ValueError(f"{where}: {arch!r} is no compute capability such as '9.0'")
+    return archs
 
 
 def _strings(value: object, where: str) -> tuple[str, ...]:

@@ -7,7 +7,10 @@ import shutil
 import zipfile
 from typing import TYPE_CHECKING
 
+from dsv32_image.compiled import CompiledWheels
+from dsv32_image.errors import WheelError
 from dsv32_image.files import copy_stream, link_or_copy, temporary_folder, tree_files
+from dsv32_image.layers import TOOLKIT, removed
 from dsv32_image.own_wheel import make_own_wheel
 from dsv32_image.wheels import PatchedWheel, patch_wheel
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from dsv32_image.config import Config
+    from dsv32_image.config import Config, VariantConfig
     from dsv32_image.layers import LayerPlan
     from dsv32_image.lockfile import Lock
     from dsv32_image.store import Store
@@ -44,7 +47,7 @@ def make_context(
     root: Path,
     config: Config,
     lock: Lock,
-    variant: str,
+    variant: VariantConfig,
     plans: Sequence[LayerPlan],
     store: Store,
     wheels: Path,
@@ -52,18 +55,28 @@ def make_context(
 ) -> None:
     """Lay out the build context for these layers at `out`; what was there is replaced.
 
+    Wheels that are compiled must be in the store by now.
+
     Raises:
         OfflineError, HashMismatchError: See `Store.place`.
         PatchError, WheelError: See `patch_wheel`.
     """
-    patched = patched_wheels(root, lock, plans, store, wheels)
+    ready = patched_wheels(root, lock, plans, store, wheels)
+    for job in (job for plan in plans for job in plan.jobs):
+        wheel = CompiledWheels(store.home).get(job)
+        if wheel is None:
+            raise WheelError(
+                f"{job.dist.file} is not compiled yet, which takes an engine", hint="run `nox -s build` first"
+            )
+        ready[job.dist.name] = wheel
     with temporary_folder(out) as folder:
         folder.chmod(0o755)
         _tools(root, config, lock, store, folder / "tools")
         for plan in plans:
             target = folder / plan.name
             target.mkdir()
-            lines = _wheel_lines(plan, store, patched, target)
+            lines = _wheel_lines(plan, store, ready, target)
+            (target / "remove.txt").write_text("".join(f"{glob}\n" for glob in plan.config.remove))
             if plan.config.tree:
                 lines += _own_files(root, config, lock, variant, plan, target)
             (target / "requirements.txt").write_text("".join(f"{line}\n" for line in sorted(lines)))
@@ -73,7 +86,7 @@ def make_context(
 
 def _tools(root: Path, config: Config, lock: Lock, store: Store, folder: Path) -> None:
     folder.mkdir()
-    for name in ("install-layer", "compile_bytecode.py"):
+    for name in TOOLKIT:
         copy_stream(root / "docker" / name, folder / name)
     (folder / "epoch-day").write_text(str(config.epoch // 86400))
     for tool in lock.tools:
@@ -85,12 +98,10 @@ def _tools(root: Path, config: Config, lock: Lock, store: Store, folder: Path) -
         wheel.unlink()
 
 
-def _wheel_lines(
-    plan: LayerPlan, store: Store, patched: Mapping[str, PatchedWheel], folder: Path
-) -> list[str]:
+def _wheel_lines(plan: LayerPlan, store: Store, ready: Mapping[str, PatchedWheel], folder: Path) -> list[str]:
     lines = []
     for dist in plan.section.wheels:
-        if wheel := patched.get(dist.name):
+        if wheel := ready.get(dist.name):
             link_or_copy(wheel.path, folder / wheel.path.name)
             lines.append(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}")
         else:
@@ -100,7 +111,7 @@ def _wheel_lines(
 
 
 def _own_files(
-    root: Path, config: Config, lock: Lock, variant: str, plan: LayerPlan, folder: Path
+    root: Path, config: Config, lock: Lock, variant: VariantConfig, plan: LayerPlan, folder: Path
 ) -> list[str]:
     """The project's own part: the package as a wheel, folders as files, and what the image says of itself."""
     lines = []
@@ -118,6 +129,6 @@ def _own_files(
             copy_stream(path, target)
     copy_stream(root / "docker" / "entrypoint", files / "entrypoint")
     copy_stream(root / "versions.lock", files / "versions.lock")
-    build = {"lock_digest": lock.digest, "variant": variant}
+    build = {"lock_digest": lock.digest, "variant": variant.name, "removed": removed(variant)}
     (files / "build.json").write_text(json.dumps(build, indent=1, sort_keys=True) + "\n")
     return lines

@@ -102,6 +102,12 @@ class WheelError(ImageError):
     exit_code = 31
 
 
+class NotReproducibleError(ImageError):
+    """The same inputs gave other bytes than before."""
+
+    exit_code = 32
+
+
 class ToolMissingError(ImageError):
     """A program the step needs (mmdebstrap, skopeo, git, apt) is not installed."""
 

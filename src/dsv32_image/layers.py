@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from dsv32_image import wheels
+from dsv32_image.compiled import CompileJob, compile_jobs
 from dsv32_image.files import sha256_file, sha256_parts, temporary_folder, tree_digest, write_atomic
 from dsv32_image.oci import LayerBlob, NamedLayer, Tree
 from dsv32_image.oci.layer import LAYER_FORMAT
@@ -27,24 +28,28 @@ if TYPE_CHECKING:
 
 # Raise it when the way a layer is made changes in a way that no hashed file shows.
 FORMAT = 1
-TOOLKIT = ("Dockerfile", "install-layer", "compile_bytecode.py")
+TOOLKIT = ("install-layer", "compile_bytecode.py", "trim.py")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """A layer to be made or found: its name, its key, and what it is made of."""
+    """A layer to be made or found: its name, its key, what it is made of, what must be compiled for it."""
 
     name: str
     key: str
     section: LayerLock
     config: LayerConfig
+    jobs: tuple[CompileJob, ...] = ()
 
 
 def plan_layers(root: Path, config: Config, variant: VariantConfig, lock: Lock) -> tuple[LayerPlan, ...]:
     """The layers of a variant, lowest first, with their keys."""
     plans: list[LayerPlan] = []
-    toolkit = [sha256_file(root / "docker" / name) for name in TOOLKIT] + [tool.sha256 for tool in lock.tools]
+    names = (dockerfile_name(variant.name), *TOOLKIT)
+    toolkit = [sha256_file(root / "docker" / name) for name in names] + [tool.sha256 for tool in lock.tools]
     for layer, section in zip(variant.layers, lock.variant(variant.name), strict=True):
+        below = [plan.section for plan in plans]
+        jobs = compile_jobs(root, config, variant, layer, section, below, lock)
         if not plans:
             key = sha256_parts(rootfs_key(root, config, section.debs), f"layer {LAYER_FORMAT}")
         else:
@@ -52,14 +57,22 @@ def plan_layers(root: Path, config: Config, variant: VariantConfig, lock: Lock) 
                 plans[-1].key,
                 f"layer {FORMAT} {layer.name} {config.epoch}",
                 *toolkit,
-                *_contents(root, variant.name, layer, section, lock),
+                *_contents(root, variant, layer, section, lock),
+                *(job.key for job in jobs),
             )
-        plans.append(LayerPlan(name=layer.name, key=key, section=section, config=layer))
+        plans.append(LayerPlan(name=layer.name, key=key, section=section, config=layer, jobs=jobs))
     return tuple(plans)
 
 
-def _contents(root: Path, variant: str, layer: LayerConfig, section: LayerLock, lock: Lock) -> list[str]:
-    parts = []
+def dockerfile_name(variant: str) -> str:
+    """The file below docker/ with the stages of a variant."""
+    return "Dockerfile" if variant == "cpu" else f"Dockerfile.{variant}"
+
+
+def _contents(
+    root: Path, variant: VariantConfig, layer: LayerConfig, section: LayerLock, lock: Lock
+) -> list[str]:
+    parts = [json.dumps(layer.remove)]
     for dist in section.wheels:
         parts += [dist.name, dist.sha256]
         if dist.name in lock.patches:
@@ -67,8 +80,19 @@ def _contents(root: Path, variant: str, layer: LayerConfig, section: LayerLock, 
     for folder in layer.tree:
         parts += [folder, tree_digest(root / folder)]
     if layer.tree:
-        parts += [sha256_file(root / "docker" / "entrypoint"), lock.digest, variant, project_version(root)]
+        parts += [
+            sha256_file(root / "docker" / "entrypoint"),
+            lock.digest,
+            variant.name,
+            project_version(root),
+        ]
+        parts += [json.dumps(removed(variant), sort_keys=True)]
     return parts
+
+
+def removed(variant: VariantConfig) -> dict[str, list[str]]:
+    """What each layer of a variant goes without, as the image tells it of itself."""
+    return {layer.name: list(layer.remove) for layer in variant.layers if layer.remove}
 
 
 class LayerCache:

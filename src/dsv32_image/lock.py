@@ -139,6 +139,9 @@ def _resolve(config: Config, patches: Mapping[str, str], old: Lock | None, movin
         patches=dict(patches),
         tools=resolve_wheels.resolve_tools(config),
         tool_debs=tool_debs,
+        compile_tools=resolve_wheels.resolve_compile_tools(
+            config, _kept({d.name: d.version for d in old.compile_tools} if old else {}, moving)
+        ),
         variants=variants,
     )
 
@@ -164,7 +167,7 @@ def _check_names(old: Lock | None, moving: set[str] | None) -> None:
 
 
 def _versions(lock: Lock) -> dict[str, str]:
-    tools: list[Deb | Dist] = [*lock.tools, *lock.tool_debs]
+    tools: list[Deb | Dist] = [*lock.tools, *lock.tool_debs, *lock.compile_tools]
     found = {f"tools/{item.name}": item.version for item in tools}
     for variant, layers in lock.variants.items():
         for layer in layers:

@@ -75,6 +75,7 @@ class Lock:
     patches: Mapping[str, str]
     tools: tuple[Dist, ...]
     tool_debs: tuple[Deb, ...] = ()
+    compile_tools: tuple[Dist, ...] = ()
     variants: Mapping[str, tuple[LayerLock, ...]]
     digest: str = field(default="", compare=False)
 
@@ -94,7 +95,7 @@ class Lock:
         """Each file to fetch, once, of one variant or of all."""
         seen: set[str] = set()
         names = [variant] if variant else sorted(self.variants)
-        tools: list[Deb | Dist] = [*self.tools, *self.tool_debs]
+        tools: list[Deb | Dist] = [*self.tools, *self.tool_debs, *self.compile_tools]
         for item in tools:
             seen.add(item.sha256)
             yield item
@@ -113,6 +114,7 @@ def render(lock: Lock) -> str:
     lines += ["[patches]", *(f'{name} = "{sha}"' for name, sha in sorted(lock.patches.items())), ""]
     lines += ["[tools.wheels]", *map(_dist_line, sorted(lock.tools, key=lambda d: d.name)), ""]
     lines += ["[tools.debs]", *map(_deb_line, sorted(lock.tool_debs, key=lambda d: d.name)), ""]
+    lines += ["[tools.compile]", *map(_dist_line, sorted(lock.compile_tools, key=lambda d: d.name)), ""]
     for variant, layers in sorted(lock.variants.items()):
         for position, layer in enumerate(layers):
             lines += [f"[variants.{variant}.{layer.name}]", f"position = {position}", ""]
@@ -209,6 +211,7 @@ def _parse(document: dict[str, Any], digest: str) -> Lock:
         patches=document.get("patches", {}),
         tools=_dists(document.get("tools", {}).get("wheels", {})),
         tool_debs=_debs(document.get("tools", {}).get("debs", {})),
+        compile_tools=_dists(document.get("tools", {}).get("compile", {})),
         variants=variants,
         digest=digest,
     )

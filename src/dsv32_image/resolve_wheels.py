@@ -58,7 +58,7 @@ def resolve_variant(
         DownloadError: The index cannot be reached.
     """
     wanted = [w for layer in variant.layers for w in layer.wheels]
-    pinned = compile_requirements(config, wanted, variant.python_from_debs, keep)
+    pinned = compile_requirements(config, wanted, variant.excluded, keep)
     layers: dict[str, list[Dist]] = {layer.name: [] for layer in variant.layers}
     home = _homes(variant)
     for dist, _ in pinned:
@@ -69,6 +69,11 @@ def resolve_variant(
 def resolve_tools(config: Config) -> tuple[Dist, ...]:
     """The tools that are mounted while a layer is made."""
     return tuple(dist for dist, _ in compile_requirements(config, config.tool_wheels, (), {}))
+
+
+def resolve_compile_tools(config: Config, keep: Mapping[str, str]) -> tuple[Dist, ...]:
+    """What a build backend imports while a wheel is compiled, besides the layers below it."""
+    return tuple(dist for dist, _ in compile_requirements(config, config.compile_wheels, (), keep))
 
 
 def urls(config: Config, dists: Iterable[Dist]) -> dict[str, str]:
@@ -274,11 +279,12 @@ def _best(config: Config, wheels: list[dict[str, Any]]) -> dict[str, Any]:
 def _homes(variant: VariantConfig) -> Callable[[str], str]:
     """A function from a distribution's name to its layer.
 
-    Listed by name: that layer. Caught by a layer's `collect`: that one. Anything else: the first
-    layer that lists wheels, so that what many need lies below what changes often.
+    Listed by name: that layer. Caught by a layer's `collect`: that of the longest pattern. Anything else:
+    the first layer that lists wheels, so that what many need lies below what changes often.
     """
     listed = {normalise(Requirement(w).name): layer.name for layer in variant.layers for w in layer.wheels}
     patterns = [(pattern, layer.name) for layer in variant.layers for pattern in layer.collect]
+    patterns.sort(key=lambda item: -len(item[0]))
     default = next(layer.name for layer in variant.layers if layer.wheels)
 
     def home(name: str) -> str:

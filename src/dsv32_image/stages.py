@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv32_image import oci
+from dsv32_image.compiled import CompiledWheels, compile_context, compile_wheel
 from dsv32_image.context import make_context
 from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.files import temporary_folder, write_atomic
+from dsv32_image.layers import dockerfile_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from dsv32_image.compiled import CompileJob
     from dsv32_image.config import Config, VariantConfig
     from dsv32_image.engine import Engine
     from dsv32_image.layers import LayerCache, LayerPlan
@@ -42,10 +46,16 @@ class ContextRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest(ContextRequest):
-    """The same with an engine; `fresh` trusts no cache but the store."""
+    """The same with an engine; `fresh` trusts no cache but the store.
+
+    `recompile` compiles wheels anew that the store has, and refuses other bytes. `jobs` is how many
+    compilers run at once; 0 means as many as processors and memory allow.
+    """
 
     engine: Engine
     fresh: bool = False
+    recompile: bool = False
+    jobs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,25 +79,21 @@ def engine_layers(
     """Run the Dockerfile's stages for `missing` on an image of the layers below; their canonical layers."""
     engine, config = request.engine, request.config
     work = request.root / "build" / request.variant.name
-    context, log = work / "context", work / "log" / "engine.txt"
-    with ui.step("wheels", "patched wheels and the build context"):
-        make_context(
-            request.root, config, lock, request.variant.name, missing, request.store, work / "wheels", context
-        )
     # Of this process alone: two checkouts may build at once with one engine.
     parent = f"localhost/dsv32-part:{plans[len(below) - 1].key[:16]}-{os.getpid()}"
     made_tag = f"localhost/dsv32-build:{plans[-1].key[:16]}-{os.getpid()}"
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
             oci.write_layout(folder / "part", below, oci.ImageConfig(created=config.epoch), "part")
-            scratch.tags.extend([parent, made_tag])
+            scratch.tags.append(parent)
             engine.load(folder / "part", parent, folder, scratch.plain)
-        with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in missing)}"):
-            args = {f"KEY_{plan.name.upper()}": plan.key for plan in missing}
-            dockerfile = work / "Dockerfile"
-            whole = (request.root / "docker" / "Dockerfile").read_text()
-            write_atomic(dockerfile, stages_from(whole, missing[0].name, parent).encode())
-            engine.build(context, dockerfile, args, made_tag, log)
+        for number, part in enumerate(_between_compilers(request, missing)):
+            for job in part[0].jobs:
+                _compile(request, lock, job, parent, folder, ui)
+            tag = made_tag if part[-1] is missing[-1] else f"{made_tag}-{number}"
+            scratch.tags.append(tag)
+            _run_stages(request, lock, part, parent, tag, ui)
+            parent = tag
         with ui.step("layer", "reading what the engine made"):
             known = [layer.blob.diff_id for layer in below]
             exported = oci.open_export(engine.export(made_tag, folder, known))
@@ -109,8 +115,65 @@ def engine_layers(
     return made, start
 
 
-def stages_from(dockerfile: str, stage: str, parent: str) -> str:
+def _between_compilers(request: BuildRequest, missing: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+    """The layers in parts: one begins where a wheel has to be compiled on the layers below it."""
+    parts: list[list[LayerPlan]] = []
+    for plan in missing:
+        if not parts or any(_to_compile(request, job) for job in plan.jobs):
+            parts.append([])
+        parts[-1].append(plan)
+    return parts
+
+
+def _to_compile(request: BuildRequest, job: CompileJob) -> bool:
+    return request.recompile or CompiledWheels(request.store.home).get(job) is None
+
+
+def _compile(request: BuildRequest, lock: Lock, job: CompileJob, parent: str, folder: Path, ui: Ui) -> None:
+    if not _to_compile(request, job):
+        return
+    context = folder / "compile-context"
+    with ui.step("wheels", f"compiling {job.dist.name} {job.dist.version}"):
+        make_context(request.root, request.config, lock, request.variant, (), request.store, folder, context)
+        compile_context(request.root, lock, job, request.store, request.jobs, context)
+        tag = f"localhost/dsv32-compile:{job.key[:16]}-{os.getpid()}"
+        with temporary_folder(folder / "compile") as work:
+            built = compile_wheel(request.root, request.engine, job, parent, context, tag, work)
+            CompiledWheels(request.store.home).put(job, built, epoch=request.config.epoch)
+    shutil.rmtree(context)
+
+
+def _run_stages(
+    request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan], parent: str, tag: str, ui: Ui
+) -> None:
+    """Run the Dockerfile's stages of some layers, on an image of those below."""
+    engine, name = request.engine, request.variant.name
+    work = request.root / "build" / name
+    context, dockerfile = work / "context", work / "Dockerfile"
+    with ui.step("wheels", "patched wheels and the build context"):
+        make_context(
+            request.root,
+            request.config,
+            lock,
+            request.variant,
+            plans,
+            request.store,
+            work / "wheels",
+            context,
+        )
+    with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in plans)}"):
+        whole = (request.root / "docker" / dockerfile_name(name)).read_text()
+        text = stages_from(whole, plans[0].name, parent, until=plans[-1].name)
+        write_atomic(dockerfile, text.encode())
+        args = {f"KEY_{plan.name.upper()}": plan.key for plan in plans}
+        log = work / "log" / f"engine-{plans[0].name}.txt"
+        engine.build(context, dockerfile, args, tag, log)
+
+
+def stages_from(dockerfile: str, stage: str, parent: str, *, until: str | None = None) -> str:
     """The Dockerfile from one stage on, starting at an image instead of at the stage below.
+
+    With `until`, that stage is the last.
 
     Not by an ARG in FROM: buildah 1.28 drops stages that only such a line refers to.
 
@@ -122,7 +185,11 @@ def stages_from(dockerfile: str, stage: str, parent: str) -> str:
         raise BuildError(
             f"docker/Dockerfile has no stage '{stage}'", hint="each layer in pyproject.toml needs one"
         )
-    return f"FROM {parent} AS {stage}{dockerfile[head.end() :]}"
+    rest = dockerfile[head.end() :]
+    if until is not None:
+        following = re.search(rf"^FROM {re.escape(until)} AS \S+$", rest, re.MULTILINE)
+        rest = rest[: following.start()] if following else rest
+    return f"FROM {parent} AS {stage}{rest}"
 
 
 def finish_layer(

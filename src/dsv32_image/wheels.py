@@ -299,6 +299,21 @@ def _relabel(
     return with_record(renamed, folder)
 
 
+def repack(source: Path, out_dir: Path, name: str, marker: Mapping[str, object], *, epoch: int) -> Path:
+    """Write a wheel anew, sorted and dated, with a marker file in its .dist-info; version and tags stay.
+
+    Raises:
+        WheelError: It is damaged or no wheel.
+    """
+    files = read_archive(source)
+    upstream = _Upstream.read(files, source)
+    files[f"{upstream.dist_info}/{name}"] = FileState((json.dumps(marker, indent=1) + "\n").encode())
+    del files[f"{upstream.dist_info}/RECORD"]
+    path = out_dir / f"{upstream.stem(upstream.version)}-{upstream.tags}.whl"
+    pack_wheel(with_record(files, upstream.dist_info), path, epoch)
+    return path
+
+
 def with_record(files: Mapping[str, FileState], dist_info: str) -> dict[str, FileState]:
     """The same files with the RECORD of them all in the folder `dist_info`."""
     record = io.StringIO(newline="")
