@@ -19,7 +19,7 @@ ARCH = re.compile(r"[1-9][0-9]?\.[0-9]")
 _SEPARATORS = re.compile(r"[-_.]+")
 _TOOL_KEYS = {"wheels", "debs", "compile"}
 _LAYER_KEYS = {"name", "debs", "wheels", "collect", "compile", "remove", "tree"}
-_VARIANT_KEYS = {"summary", "python-from-debs", "leave-out", "cuda-archs", "layers"}
+_VARIANT_KEYS = {"summary", "python-from-debs", "leave-out", "compatible-with", "cuda-archs", "layers"}
 _TOP_KEYS = {
     "epoch",
     "suites",
@@ -62,6 +62,7 @@ class VariantConfig:
     """One flavour of the stack: `cpu` or `cu130`.
 
     `leave_out` names distributions that are not installed although something asks for them.
+    `compatible_with` holds requirements that the locked versions leave room for; they are not installed.
     `cuda_archs` are the compute capabilities that wheels are compiled for; empty without a GPU.
     """
 
@@ -70,6 +71,7 @@ class VariantConfig:
     layers: tuple[LayerConfig, ...]
     python_from_debs: tuple[str, ...] = ()
     leave_out: tuple[str, ...] = ()
+    compatible_with: tuple[str, ...] = ()
     cuda_archs: tuple[str, ...] = ()
 
     @property
@@ -156,6 +158,7 @@ def _parse(table: dict[str, Any]) -> Config:
                 layers=layers,
                 python_from_debs=tuple(normalise(d) for d in body.get("python-from-debs", ())),
                 leave_out=tuple(normalise(d) for d in body.get("leave-out", ())),
+                compatible_with=_strings(body.get("compatible-with", []), f"variant {name}"),
                 cuda_archs=_archs(body.get("cuda-archs", []), f"variant {name}"),
             )
         )

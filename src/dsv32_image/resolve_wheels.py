@@ -58,6 +58,11 @@ def resolve_variant(
         DownloadError: The index cannot be reached.
     """
     wanted = [w for layer in variant.layers for w in layer.wheels]
+    if variant.compatible_with:
+        # Solved together first; of that solution only what the image needs is taken.
+        together = [*wanted, *variant.compatible_with]
+        solved = compile_requirements(config, together, variant.excluded, keep)
+        keep = {dist.name: dist.version for dist, _ in solved}
     pinned = compile_requirements(config, wanted, variant.excluded, keep)
     layers: dict[str, list[Dist]] = {layer.name: [] for layer in variant.layers}
     home = _homes(variant)

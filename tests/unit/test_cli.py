@@ -58,9 +58,16 @@ def test_unknown_variant(project, capsys):
     assert "rocm" in capsys.readouterr().err
 
 
-def test_cu130_says_not_yet(project, capsys):
-    assert cli.main(["build", "--variant", "cu130"]) == 2
-    assert "not built yet" in capsys.readouterr().err
+def test_an_architecture_where_nothing_is_compiled_is_refused(project, capsys):
+    assert cli.main(["build", "--variant", "cpu", "--arch", "9.0"]) == errors.UsageError.exit_code
+    assert "compiles nothing for a GPU" in capsys.readouterr().err
+
+
+def test_an_architecture_of_another_notation_is_refused(project, capsys):
+    path = project / "pyproject.toml"
+    path.write_text(path.read_text().replace('summary = "small"', 'summary = "small"\ncuda-archs = ["9.0"]'))
+    assert cli.main(["build", "--variant", "cpu", "--arch", "sm_90"]) == errors.UsageError.exit_code
+    assert "--arch 9.0" in capsys.readouterr().err
 
 
 def test_unknown_engine(project, capsys):

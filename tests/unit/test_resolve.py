@@ -136,6 +136,20 @@ def test_what_is_listed_lies_in_its_layer_and_what_it_needs_in_the_first(index):
     assert resolve(*layers) == {"cuda": {"cuda-lib": "1.0"}, "python": {"lib": "1.0"}, "app": {"app": "2.0"}}
 
 
+def test_the_longest_pattern_collects(index):
+    index.add("cuda-lib", "1.0")
+    index.add("cuda-dsl-libs", "1.0")
+    index.add("app", "2.0", ["cuda-lib", "cuda-dsl-libs"])
+    layers = (
+        LayerConfig(name="cuda", collect=("cuda-*",)),
+        LayerConfig(name="kernels", wheels=("app",), collect=("cuda-dsl-*",)),
+    )
+    assert resolve(*layers) == {
+        "cuda": {"cuda-lib": "1.0"},
+        "kernels": {"app": "2.0", "cuda-dsl-libs": "1.0"},
+    }
+
+
 def test_what_comes_as_a_deb_is_not_brought_again(index):
     index.add("app", "1.0", ["torch>=2"])
     assert resolve(LayerConfig(name="python", wheels=("app",)), debs=("torch",)) == {"python": {"app": "1.0"}}
@@ -210,3 +224,19 @@ def test_cuda_wheels_of_two_toolkits_are_refused():
     check_families("cu130", good)
     with pytest.raises(ResolveError, match=r"nvidia-cuda-nvcc 13\.0\.88|nvidia-cuda-crt 13\.5\.1"):
         check_families("cu130", [good[0], replace(good[1], version="13.5.1")])
+
+
+def test_versions_leave_room_for_what_must_stay_installable(index):
+    index.add("tokenizers", "1.2")
+    index.add("tokenizers", "1.3")
+    index.add("sparse", "1.0")
+    index.add("app", "1.0", ["tokenizers"])
+    index.add("rollout", "5.0", ["tokenizers==1.2", "sparse"])
+    layer = LayerConfig(name="python", wheels=("app",))
+    alone = VariantConfig(name="gpu", summary="", layers=(layer,))
+    beside = replace(alone, compatible_with=("rollout==5.0",))
+    found = [resolve_wheels.resolve_variant(CONFIG, v, {})["python"] for v in (alone, beside)]
+    assert [{d.name: d.version for d in dists} for dists in found] == [
+        {"app": "1.0", "tokenizers": "1.3"},
+        {"app": "1.0", "tokenizers": "1.2"},
+    ]

@@ -80,3 +80,14 @@ def test_the_dockerfile_from_a_stage_on_starts_at_the_given_image():
 def test_a_layer_without_a_stage_is_an_error():
     with pytest.raises(BuildError, match="no stage 'cuda'"):
         stages_from("FROM scratch AS base\n", "cuda", "x")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cu130"])
+def test_a_part_ends_where_it_is_told_to(name):
+    whole = (ROOT / "docker" / name).read_text()
+    part = stages_from(whole, "megatron", "localhost/part:1", until="transformers")
+    assert [line for line in part.splitlines() if line.startswith("FROM")] == [
+        "FROM localhost/part:1 AS megatron",
+        "FROM megatron AS transformers",
+    ]
+    assert stages_from(whole, "megatron", "x", until="dsv32") == stages_from(whole, "megatron", "x")
