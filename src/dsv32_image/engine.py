@@ -39,6 +39,7 @@ class Engine(Protocol):
     """What the build needs from an engine."""
 
     name: str
+    program: str
     description: str
     runs_tools: bool
 
