@@ -76,7 +76,7 @@ def check_infiniband(probe: Probe, asked: Asked) -> Finding | None:
 
 def check_peermem(probe: Probe, asked: Asked) -> Finding | None:
     """Network cards read and write GPU memory themselves (GPUDirect RDMA)."""
-    if not asked.gpu or not any(port.active for port in ports(probe)):
+    if not asked.gpu or not nvidia.driver_version(probe) or not any(port.active for port in ports(probe)):
         return None
     modules = (probe.read("/proc/modules") or "").splitlines()
     if any(line.startswith("nvidia_peermem ") for line in modules):

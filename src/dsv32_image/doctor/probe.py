@@ -17,7 +17,7 @@ import httpx
 from dsv32_image import engine as engines
 from dsv32_image import resolve_debs, resolve_wheels
 from dsv32_image.config import load_config
-from dsv32_image.errors import ImageError
+from dsv32_image.errors import EngineError, ImageError
 from dsv32_image.fetch import make_client
 from dsv32_image.lockfile import Dist, read_lock
 
@@ -142,6 +142,7 @@ class HostProbe:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._engines: dict[str | None, Engine | EngineError] = {}
 
     @functools.cache  # noqa: B019 - one probe a run; several checks ask nvidia-smi the same
     def run(self, *command: str) -> Result:
@@ -201,10 +202,18 @@ class HostProbe:
             return Filesystem(device=device, total=sizes.f_blocks * block, free=sizes.f_bavail * block)
         return None
 
-    @functools.cache  # noqa: B019 - as above
     def engine(self, name: str | None) -> Engine:
         """See `Probe`."""
-        return engines.choose(name)
+        # A refusal is remembered too: a daemon that does not answer takes its time each time.
+        if name not in self._engines:
+            try:
+                self._engines[name] = engines.choose(name)
+            except EngineError as error:
+                self._engines[name] = error
+        found = self._engines[name]
+        if isinstance(found, EngineError):
+            raise found
+        return found
 
     def limit(self, name: str) -> int | None:
         """See `Probe`."""
