@@ -228,7 +228,7 @@ def test_the_table_has_a_line_a_check_and_the_fix_below_it(host, capsys):
     assert shown.rstrip().endswith("0 warn, 1 fail")
 
 
-def test_the_command_line_on_this_machine(monkeypatch, capsys, host):
+def test_a_failed_check_is_the_exit_code_of_the_command_line(monkeypatch, capsys, host):
     machine = host("docker-dead")
     monkeypatch.setattr(doctor, "HostProbe", lambda root: machine)
     monkeypatch.setenv("DSV32_ROOT", str(ROOT))
@@ -237,6 +237,15 @@ def test_the_command_line_on_this_machine(monkeypatch, capsys, host):
     assert json.loads(shown.out)["variant"] == "cpu"
     assert shown.err.startswith("error: cpu cannot be built and run here yet: engine")
     assert "next: " in shown.err
+
+
+@pytest.mark.parametrize("variant", ["cpu", "cu130"])
+def test_the_machine_that_runs_the_tests_is_examined_to_the_end(variant, monkeypatch, capsys):
+    monkeypatch.setenv("DSV32_ROOT", str(ROOT))
+    code = cli.main(["doctor", "--variant", variant, "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == (HostUnfitError.exit_code if document["counts"]["fail"] else 0)
+    assert {"engine", "disk", "memory", "clock"} <= {row["check"] for row in document["findings"]}
 
 
 def test_tools_that_print_nothing_are_no_traceback(host):
