@@ -93,6 +93,13 @@ def check_user(probe: Probe, asked: Asked) -> Finding:
             detail=f"not root, and {who} cannot have a user namespace: {made.last_words}",
             fix=_allow_namespaces(probe),
         )
+    if not probe.which("newuidmap"):
+        return Finding(
+            check="user",
+            status="fail",
+            detail=f"not root, and {who} needs newuidmap, which is not installed",
+            fix="as root: apt-get install uidmap",
+        )
     lacking = [path for path in ("/etc/subuid", "/etc/subgid") if not _has_range(probe, path)]
     if lacking:
         return Finding(

@@ -94,6 +94,7 @@ BAD = [
         ],
     ),
     ("rootless-restricted", [("user", "fail", "cannot have a user namespace", "apparmor_restrict")]),
+    ("rootless-without-newuidmap", [("user", "fail", "needs newuidmap", "apt-get install uidmap")]),
     ("rootless-without-ids", [("user", "fail", "no range of ids .*/etc/subuid$", "--add-subuids")]),
 ]
 GOOD = ["h200", "podman", "rootless", "cdi-runtime-folder-wins"]
