@@ -9,6 +9,7 @@ from fake_host import NAMES, FakeHost
 
 from dsv32_image import cli, doctor
 from dsv32_image.doctor import nvidia, probe
+from dsv32_image.doctor.container_checks import parse_spec
 from dsv32_image.doctor.probe import Asked
 from dsv32_image.errors import HostUnfitError, UsageError
 from dsv32_image.ui import Ui
@@ -277,6 +278,23 @@ def test_the_real_probe_says_what_is_missing_without_raising(tmp_path):
 def test_a_program_that_does_not_end_is_given_up(monkeypatch, tmp_path):
     monkeypatch.setattr(probe, "_PATIENCE", 0.2)
     assert probe.HostProbe(tmp_path).run("sleep", "5").code == probe.TIMED_OUT
+
+
+def test_a_cdi_specification_in_json_is_read_as_one_in_yaml():
+    library = {"hostPath": "/usr/lib/libcuda.so.580.95.05", "containerPath": "/usr/lib/libcuda.so.580.95.05"}
+    device = {"name": "all", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia0"}]}}
+    hook = {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook"}
+    document = {
+        "kind": "nvidia.com/gpu",
+        "devices": [device],
+        "containerEdits": {"mounts": [library], "hooks": [hook]},
+    }
+    for text in (json.dumps(document), json.dumps(document, indent=1), json.dumps(document, separators=",:")):
+        spec = parse_spec("/etc/cdi/x.json", text)
+        assert spec is not None
+        assert (spec.devices, spec.nodes) == ({"all"}, ["/dev/nvidia0"])
+        assert spec.libraries == ["/usr/lib/libcuda.so.580.95.05"]
+    assert parse_spec("/etc/cdi/x.json", json.dumps({**document, "kind": "amd.com/gpu"})) is None
 
 
 def test_the_fabric_section_ends_where_the_next_begins(host):
