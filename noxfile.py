@@ -82,6 +82,12 @@ def context(session: nox.Session) -> None:
 
 
 @nox.session
+def doctor(session: nox.Session) -> None:
+    """Check what this host needs to build and to run the image (`--json`, `--variant`)."""
+    host(session, "dsv32_image", "doctor")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure: `build` for cold, warm and one-patch builds beside the bare minimum."""
     host(session, "dsv32_image", "bench")

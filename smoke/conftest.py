@@ -41,6 +41,25 @@ def pytest_runtest_makereport(item, call):
         )
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector):
+    """A file that cannot be imported is a failed line of the report, not a report without lines."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        lines = str(report.longrepr).strip().splitlines() or ["cannot be collected"]
+        collector.config.stash[_REPORT].append(
+            {
+                "file": getattr(collector, "path", Path(collector.name)).name,
+                "name": "import",
+                "outcome": "failed",
+                "seconds": 0.0,
+                "measured": {},
+                "reason": lines[-1].removeprefix("E   ")[:400],
+            }
+        )
+
+
 def pytest_sessionfinish(session):
     path = session.config.getoption("--smoke-report")
     if path:

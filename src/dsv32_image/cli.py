@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsv32_image import build as build_step
+from dsv32_image import doctor as doctor_step
 from dsv32_image import engine as engines
 from dsv32_image import lock as lock_step
 from dsv32_image import patch_cli, resolve_wheels
@@ -212,6 +213,39 @@ def smoke(
     code = run_smoke(root, name, runner, arguments.args, ui)
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    *,
+    variant: Annotated[
+        str | None,
+        typer.Option("--variant", help="cpu or cu130; default: cu130 where there is an NVIDIA GPU, else cpu"),
+    ] = None,
+    engine: EngineOption = None,
+    build_only: Annotated[
+        bool, typer.Option("--build-only", help="Only what building needs, which is no GPU.")
+    ] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="Also ask the package index and the Debian mirror.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, no table.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Check what this host needs to build and to run the image; each line with the fix."""
+    root, ui = project_root(), Ui(verbose=verbose)
+    probe = doctor_step.HostProbe(root)
+    asked = doctor_step.Asked(
+        variant=doctor_step.choose_variant(probe, variant),
+        root=root,
+        cache=cache_home(),
+        engine=engine,
+        network=network,
+        build_only=build_only,
+    )
+    findings = doctor_step.examine(probe, asked)
+    doctor_step.report(findings, asked, ui, as_json=as_json)
+    doctor_step.require_fit(findings, asked)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dsv32_image import proc
+from dsv32_image.diagnose import diagnose
 from dsv32_image.errors import BuildError, EngineError, UsageError
 from dsv32_image.oci import write_docker_archive, write_loading_layout
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 NAMES = ("docker", "podman", "buildah")
 _OLDEST_DOCKER = (20, 10)
+_REFUSED = (125, 126, 127)  # docker-run(1) and podman-run(1), section exit status
 _BUILDX_SPLIT = 23  # from this client on, BuildKit is a plugin of its own
 
 
@@ -39,6 +41,7 @@ class Engine(Protocol):
     """What the build needs from an engine."""
 
     name: str
+    program: str
     description: str
     runs_tools: bool
 
@@ -146,7 +149,11 @@ class _CliEngine:
             command += ["--volume", f"{host}:{inside}:{'rw' if writable else 'ro'}"]
         for key, value in request.env.items():
             command += ["--env", f"{key}={value}"]
-        return subprocess.run([*command, request.image, *request.command], check=False).returncode
+        code, said = proc.watch([*command, request.image, *request.command])
+        # The engine's own refusals; the command's codes are below, and it has its own report.
+        if code in _REFUSED and (known := diagnose(said)):
+            raise EngineError(f"{self.name} cannot start {request.image}: {known.problem}", hint=known.hint)
+        return code
 
     def import_root(self, tar: Path, tag: str) -> None:
         command = [self.program, "import", str(tar), tag]

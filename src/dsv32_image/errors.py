@@ -136,3 +136,9 @@ class ImageLayoutError(ImageError):
     """An engine's layer or an OCI layout is damaged or holds something we refuse to guess about."""
 
     exit_code = 44
+
+
+class HostUnfitError(ImageError):
+    """`doctor` found something on this host that keeps the image from being built or run."""
+
+    exit_code = 50

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+from dsv32_image.diagnose import diagnose
 from dsv32_image.errors import BuildError, ImageError, ToolMissingError
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 # An error is read on a screen: the end of what the program said, and where all of it is.
 _TAIL_LINES = 6
 _LONGEST_COMMAND = 300
+_WATCHED = 1 << 16
 
 
 def require(program: str, package: str) -> str:
@@ -77,11 +81,29 @@ def run(
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"$ {shlex.join(words)}\n{stdout}{stderr}\nexit {done.returncode}\n")
     if done.returncode != 0:
+        known = diagnose(stdout + stderr)
+        cause = f": {known.problem}" if known else ""
         raise error(
-            f"{what} failed with exit code {done.returncode}\n{_shown(words, stderr or stdout, log)}",
-            hint=hint or "the lines above are the program's own words; run it by hand to look closer",
+            f"{what} failed with exit code {done.returncode}{cause}\n{_shown(words, stderr or stdout, log)}",
+            hint=(known.hint if known else hint)
+            or "the lines above are the program's own words; run it by hand to look closer",
         )
     return stdout
+
+
+def watch(command: Sequence[str]) -> tuple[int, str]:
+    """Run a command on this process's own streams; its exit code, and the end of its standard error."""
+    kept = ""
+    # A block may end within a character.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as running:
+        assert running.stderr is not None
+        while block := os.read(running.stderr.fileno(), _WATCHED):
+            text = decoder.decode(block)
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            kept = (kept + text)[-_WATCHED:]
+    return running.returncode, kept
 
 
 def _shown(words: list[str], output: str, log: Path | None) -> str:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dsv32_image.build import built
+from dsv32_image.diagnose import diagnose
 from dsv32_image.engine import RunRequest
 from dsv32_image.errors import EngineError
 from dsv32_image.files import temporary_folder, write_atomic
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from dsv32_image.diagnose import Diagnosis
     from dsv32_image.engine import Engine
     from dsv32_image.ui import Ui
 
@@ -74,6 +76,8 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
         write_atomic(report_path, (json.dumps(report, indent=1, sort_keys=True) + "\n").encode())
         shutil.rmtree(folder, ignore_errors=True)
     show(report, ui)
+    for known in causes(report):
+        ui.say(f"  cause  {known.problem}\n{'':>7}  next: {known.hint}")
     ui.say(f" report  {report_path.relative_to(root)}")
     return code
 
@@ -93,6 +97,12 @@ def require_own_image(root: Path, variant: str, engine: Engine) -> str:
         here = own.config if own else "nothing"
         raise EngineError(f"{tag} in {engine.name} is {image}, built in this folder was {here}", hint=hint)
     return own.manifest
+
+
+def causes(report: Mapping[str, Any]) -> list[Diagnosis]:
+    """The known causes among the reasons of the failed tests, each once."""
+    reasons = (test["reason"] for test in report["tests"] if test["outcome"] == "failed")
+    return list(dict.fromkeys(known for reason in reasons if (known := diagnose(reason))))
 
 
 def show(report: Mapping[str, Any], ui: Ui) -> None:

@@ -136,3 +136,37 @@ def test_a_folder_on_the_path_that_may_not_be_entered_is_passed_over(programs, m
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(EngineError, match="docker: not installed"):
         choose("docker")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said", "hint"),
+    [
+        (
+            "docker",
+            125,
+            'Error response from daemon: could not select device driver "" with capabilities: [[gpu]].',
+            "nvidia-ctk runtime configure",
+        ),
+        (
+            "podman",
+            126,
+            "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all",
+            "nvidia-ctk cdi generate",
+        ),
+    ],
+)
+def test_gpus_that_the_engine_cannot_give_are_an_error_with_the_next_step(programs, name, code, said, hint):
+    script = f"case \"$1\" in run) echo '{said}' >&2; exit {code} ;; *) echo '20.10.24 20.10.24' ;; esac"
+    programs(name, script)
+    request = RunRequest(image="localhost/dsv32:cu130", command=["true"], mounts={}, env={}, gpus=True)
+    with pytest.raises(EngineError) as caught:
+        choose(name).run(request)
+    assert f"{name} cannot start localhost/dsv32:cu130" in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_what_a_command_itself_prints_and_returns_is_not_the_engines_error(programs):
+    says = 'echo "No CUDA GPUs are available" >&2; exit 1'
+    programs("docker", f'case "$1" in run) {says} ;; *) echo "20.10.24 20.10.24" ;; esac')
+    request = RunRequest(image="localhost/dsv32:cu130", command=["true"], mounts={}, env={}, gpus=True)
+    assert choose("docker").run(request) == 1

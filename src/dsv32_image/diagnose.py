@@ -1,0 +1,219 @@
+"""What an engine, a compiler or a smoke run printed, turned into a problem and the next step.
+
+Each function knows one cause by the words of the programs that meet it; `diagnose` asks all of them. They
+read text and nothing else, so the same ones serve a build's log, an engine's standard error and a report.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Kind(StrEnum):
+    """The causes that are told apart; who can do something about one by itself asks for it by this."""
+
+    DISK_FULL = "disk full"
+    SHM_FULL = "shared memory full"
+    COMPILER_KILLED = "compiler killed"
+    TOOLKIT_MISSING = "toolkit missing"
+    CDI_UNRESOLVED = "CDI device unresolved"
+    DRIVER_TOO_OLD = "driver too old"
+    FABRIC_NOT_READY = "fabric not ready"
+    NO_GPU = "no GPU"
+    OTHER_TORCH = "compiled for another torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """A cause. `problem` says what is wrong in one line, `hint` the next step."""
+
+    kind: Kind
+    problem: str
+    hint: str
+
+
+_DOCTOR = "`nox -s doctor -- --variant cu130` says more"
+
+
+def disk_full(text: str) -> Diagnosis | None:
+    """ENOSPC or a quota, in any program's words."""
+    line = _line(text, r"no space left on device|\bENOSPC\b|disk quota exceeded")
+    if not line or "/dev/shm" in line:
+        return None
+    return Diagnosis(
+        kind=Kind.DISK_FULL,
+        problem=f"no space left: {line}",
+        hint="`nox -s doctor` lists what is free where; most is written in the engine's own storage "
+        "(`docker system df`), `nox -s clean -- --all` drops this project's caches",
+    )
+
+
+def shm_full(text: str) -> Diagnosis | None:
+    """Shared memory of the container used up: NCCL's segments, torch's shared tensors."""
+    line = _line(text, r"/dev/shm.*no space left|no space left.*/dev/shm|insufficient shared memory")
+    if not line:
+        return None
+    return Diagnosis(
+        kind=Kind.SHM_FULL,
+        problem=f"shared memory is used up: {line}",
+        hint="start the container with --shm-size 8g, as `nox -s smoke` does (docker's default is 64 MB)",
+    )
+
+
+def compiler_killed(text: str) -> Diagnosis | None:
+    """A compiler that the kernel killed for want of memory, or that ran out of it."""
+    found = (
+        re.search(r"Killed signal terminated program (?P<program>\S+)", text)
+        or re.search(r"internal compiler error: Killed \(program (?P<program>[^)]+)\)", text)
+        or re.search(r"'(?P<program>[^']+)' died due to signal 9", text)
+        or re.search(r"(?P<program>\w+) terminated with signal 9", text)
+        or re.search(r"(?P<program>cc1\w*): out of memory allocating", text)
+        or re.search(r"(?P<program>cc1\w*|ld|nvcc|cicc|ptxas): .*Cannot allocate memory", text)
+    )
+    if not found:
+        return None
+    return Diagnosis(
+        kind=Kind.COMPILER_KILLED,
+        problem=f"the compiler ({found['program']}) was killed: too many of them at once for the memory here",
+        hint="halve MAX_JOBS (MAX_JOBS=1 takes the least), or give the build more memory",
+    )
+
+
+def toolkit_missing(text: str) -> Diagnosis | None:
+    """Docker was asked for GPUs and nothing connects it to NVIDIA's driver."""
+    words = (
+        r"could not select device driver",
+        r"unknown or invalid runtime name: nvidia",
+        r"unknown runtime specified nvidia",
+        r"no known GPU vendor found",
+    )
+    line = _line(text, "|".join(words))
+    if not line:
+        return None
+    return Diagnosis(
+        kind=Kind.TOOLKIT_MISSING,
+        problem=f"docker was asked for GPUs and NVIDIA's container toolkit is not set up: {line}",
+        hint="install nvidia-container-toolkit, then as root: nvidia-ctk runtime configure --runtime=docker "
+        f"&& systemctl restart docker; {_DOCTOR}",
+    )
+
+
+def cdi_unresolved(text: str) -> Diagnosis | None:
+    """No CDI specification defines the device, or what it names is gone since the driver changed."""
+    words = (
+        r"unresolvable CDI devices",
+        r"failed to stat CDI host device",
+        r"stat nvidia\.com/gpu=\S+: no such file",  # podman before 4.1 takes it for a path
+        r"error stat'ing file \S*(?:libcuda|nvidia)\S*: No such file",
+    )
+    line = _line(text, "|".join(words))
+    if not line:
+        return None
+    return Diagnosis(
+        kind=Kind.CDI_UNRESOLVED,
+        problem=f"the CDI specification is missing or older than the driver: {line}",
+        hint=f"as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; {_DOCTOR}",
+    )
+
+
+def driver_too_old(text: str) -> Diagnosis | None:
+    """The driver does not know CUDA 13.0."""
+    words = (
+        r"NVIDIA driver on your system is too old",
+        r"CUDA driver version is insufficient for CUDA runtime version",
+        r"unsatisfied condition: cuda>=",
+    )
+    if not _line(text, "|".join(words)):
+        return None
+    # The number is that of cuDriverGetVersion: 1000 * major + 10 * minor.
+    found = re.search(r"found version (\d+)", text)
+    knows = f", it knows CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else ""
+    return Diagnosis(
+        kind=Kind.DRIVER_TOO_OLD,
+        problem=f"the NVIDIA driver is too old for CUDA 13.0{knows}",
+        hint=f"install driver 580 or newer; {_DOCTOR}",
+    )
+
+
+def fabric_not_ready(text: str) -> Diagnosis | None:
+    """CUDA error 802: NVSwitches that no fabric manager has set up."""
+    if not _line(text, r"system not yet initialized|cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY"):
+        return None
+    return Diagnosis(
+        kind=Kind.FABRIC_NOT_READY,
+        problem="the NVSwitch fabric is not set up (CUDA error 802)",
+        hint=f"as root: systemctl enable --now nvidia-fabricmanager, of the driver's version; {_DOCTOR}",
+    )
+
+
+def no_gpu(text: str) -> Diagnosis | None:
+    """GPUs were asked for and there is none, or no driver."""
+    words = (
+        r"Found no NVIDIA driver on your system",
+        r"No CUDA GPUs are available",
+        r"no CUDA-capable device is detected",
+        r"nvidia-container-cli: (?:initialization|device|detection) error",
+        r"nvml error: driver not loaded",
+    )
+    line = _line(text, "|".join(words))
+    if not line:
+        return None
+    return Diagnosis(
+        kind=Kind.NO_GPU,
+        problem=f"GPUs were asked for, and no driver offers one: {line}",
+        hint=f"{_DOCTOR}; without a GPU: --variant cpu",
+    )
+
+
+def other_torch(text: str) -> Diagnosis | None:
+    """An extension (Transformer Engine's first of all) that was compiled for another torch."""
+    found = re.search(r"(?P<file>[^\s/:]+\.so[\w.]*): undefined symbol: (?P<symbol>\w+)", text)
+    if not found:
+        return None
+    # torch's own names: of its C++ namespaces, as they are mangled, and of its Python bindings in C.
+    torch = re.match(r"_Z\w*(?:3c10|5torch)|_ZNK?2at|THP", found["symbol"])
+    engine = "transformer_engine" in found["file"]
+    if not torch and not engine:
+        return None
+    return Diagnosis(
+        kind=Kind.OTHER_TORCH,
+        problem=f"{found['file']} was compiled for another torch: undefined symbol {found['symbol']}",
+        hint="in the image: `nox -s build -- --no-cache`; elsewhere: the torch of versions.lock, or compile "
+        "the extension again for the one that is there",
+    )
+
+
+# More specific ones first: a full /dev/shm says ENOSPC too, and a driver that is too old offers no GPU.
+_KNOWN: Sequence[Callable[[str], Diagnosis | None]] = (
+    shm_full,
+    disk_full,
+    compiler_killed,
+    toolkit_missing,
+    cdi_unresolved,
+    driver_too_old,
+    fabric_not_ready,
+    no_gpu,
+    other_torch,
+)
+
+
+def diagnose(text: str) -> Diagnosis | None:
+    """The first known cause in what a program printed, None if there is none."""
+    found = (known(text) for known in _KNOWN)
+    return next((diagnosis for diagnosis in found if diagnosis is not None), None)
+
+
+def _line(text: str, pattern: str, longest: int = 160) -> str:
+    """The first line that has one of the words, cut to what fits on a screen; empty if none has."""
+    wanted = re.compile(pattern, re.IGNORECASE)
+    for line in text.splitlines():
+        if found := wanted.search(line):
+            start = max(0, min(found.start(), len(line) - longest)) if len(line) > longest else 0
+            return line[start : start + longest].strip()
+    return ""
