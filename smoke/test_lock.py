@@ -96,11 +96,32 @@ def test_patched_distributions_carry_the_marker_of_the_locked_series(lock, insta
             record_property(name, len(marker["patches"]))
 
 
-def test_every_file_of_every_distribution_has_its_recorded_hash(installed, record_property):
+def test_compiled_distributions_carry_the_marker_of_the_locked_source(lock, installed, record_property):
+    """A wheel of an sdist that was compiled by the build says from which, and that it was not downloaded."""
+    sources = {n: d for n, d in locked(lock, "wheels").items() if d["file"].endswith(".tar.gz")}
+    compiled = {name: dist.read_text("dsv32-compiled.json") for name, dist in installed.items()}
+    for name, dist in sources.items():
+        if name in lock["patches"]:
+            continue  # built from its patched sdist, whose marker has a test of its own
+        assert json.loads(compiled[name])["sdist_sha256"] == dist["sha256"]
+        record_property(name, dist["version"])
+
+
+@pytest.fixture(scope="module")
+def removed(image_share):
+    """Files that the image goes without on purpose, by the patterns that pyproject.toml gives."""
+    build = json.loads((image_share / "build.json").read_text())
+    return [glob for globs in build["removed"].values() for glob in globs]
+
+
+def test_every_file_of_every_distribution_has_its_recorded_hash(installed, removed, record_property):
     site, wrong, count = site_packages(), [], 0
     for dist in installed.values():
         for file in dist.files:
             if file.hash is None:
+                continue
+            if any(fnmatch.fnmatchcase(str(file), glob) for glob in removed):
+                assert not (site / file).exists(), f"{file} should have been removed"
                 continue
             data = (site / file).read_bytes()
             digest = (

@@ -35,6 +35,7 @@ def make_own_wheel(root: Path, out_dir: Path, *, epoch: int) -> PatchedWheel:
         f"Metadata-Version: 2.1\nName: dsv32\nVersion: {version}\n".encode()
     )
     files[f"{info}/WHEEL"] = FileState(_WHEEL.encode())
+    files[f"{info}/entry_points.txt"] = FileState(b"[console_scripts]\ndsv32 = dsv32.cli:main\n")
     path = out_dir / f"dsv32-{version}-py3-none-any.whl"
     pack_wheel(with_record(files, info), path, epoch)
     return PatchedWheel(

@@ -14,7 +14,7 @@ from dsv32_image.compiled import CompiledWheels, compile_context, compile_wheel
 from dsv32_image.context import make_context
 from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.files import temporary_folder, write_atomic
-from dsv32_image.layers import dockerfile_name
+from dsv32_image.layers import dockerfile_name, plan_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -161,6 +161,7 @@ def _run_stages(
             work / "wheels",
             context,
         )
+    _require_unchanged(request, lock, plans)
     with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in plans)}"):
         whole = (request.root / "docker" / dockerfile_name(name)).read_text()
         text = stages_from(whole, plans[0].name, parent, until=plans[-1].name)
@@ -168,6 +169,20 @@ def _run_stages(
         args = {f"KEY_{plan.name.upper()}": plan.key for plan in plans}
         log = work / "log" / f"engine-{plans[0].name}.txt"
         engine.build(context, dockerfile, args, tag, log)
+
+
+def _require_unchanged(request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan]) -> None:
+    """Refuse to go on if the sources changed between the reckoning of the keys and the copy in the context.
+
+    Raises:
+        BuildError: They did, and a layer would be cached under the key of other contents.
+    """
+    now = {plan.name: plan.key for plan in plan_layers(request.root, request.config, request.variant, lock)}
+    for plan in plans:
+        if now[plan.name] != plan.key:
+            raise BuildError(
+                f"files of layer '{plan.name}' were edited while the build ran", hint="run it again"
+            )
 
 
 def stages_from(dockerfile: str, stage: str, parent: str, *, until: str | None = None) -> str:
