@@ -24,7 +24,7 @@ from dsv32_image.files import disk_full_is_clear
 from dsv32_image.identity import image_tag
 from dsv32_image.layers import LayerCache, dockerfile_name
 from dsv32_image.lockfile import Dist, read_lock, stale_rows
-from dsv32_image.smoke_step import run_smoke
+from dsv32_image.smoke_step import DRIVER, run_smoke
 from dsv32_image.stages import BuildRequest, ContextRequest
 from dsv32_image.store import Store, cache_home
 from dsv32_image.ui import Ui
@@ -200,6 +200,10 @@ def smoke(
     *,
     variant: VariantOption = None,
     engine: EngineOption = None,
+    gpus: Annotated[
+        bool | None,
+        typer.Option("--gpus/--no-gpus", help="Give the container the GPUs; default: if there are any."),
+    ] = None,
     no_container: Annotated[
         bool, typer.Option("--no-container", help="Run the suite in this machine's python3 instead.")
     ] = False,
@@ -210,7 +214,9 @@ def smoke(
     config = load_config(root)
     name = _variant(config, variant, ui)
     runner = None if no_container else engines.choose(engine)
-    code = run_smoke(root, name, runner, arguments.args, ui)
+    code = run_smoke(
+        root, name, runner, arguments.args, ui, gpus=gpus if config.variant(name).cuda_archs else False
+    )
     if code:
         raise typer.Exit(code)
 
@@ -308,7 +314,7 @@ def _variant(config: Config, asked: str | None, ui: Ui) -> str:
     """The variant asked for, else what fits this machine; said in one line."""
     if asked is not None:
         return config.variant(asked).name
-    gpu = Path("/proc/driver/nvidia/version").exists()
+    gpu = DRIVER.exists()
     name, why = ("cu130", "an NVIDIA driver answers") if gpu else ("cpu", "no NVIDIA driver here")
     ui.say(f"variant  {name} ({why}; --variant decides)")
     return name

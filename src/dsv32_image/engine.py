@@ -172,7 +172,8 @@ class _CliEngine:
         proc.run([*words, tag, *command], what=command[0], error=BuildError, log=log, hint=hint)
 
     def _gpu_options(self) -> list[str]:
-        return ["--gpus", "all"]
+        # NCCL and InfiniBand pin memory; docker's default limit is the daemon's.
+        return ["--gpus", "all", "--ulimit", "memlock=-1"]
 
 
 class DockerEngine(_CliEngine):
@@ -216,7 +217,7 @@ class PodmanEngine(_CliEngine):
         proc.run(command, what="podman build", error=BuildError, log=log)
 
     def _gpu_options(self) -> list[str]:
-        return ["--device", "nvidia.com/gpu=all"]
+        return ["--device", "nvidia.com/gpu=all", "--ulimit", "memlock=-1"]
 
 
 class BuildahEngine:
@@ -288,6 +289,8 @@ class BuildahEngine:
         subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
 
     def run(self, request: RunRequest) -> int:
+        if request.gpus:
+            raise EngineError("buildah gives containers no GPU", hint="use docker or podman, or --no-gpus")
         container = proc.run(
             [self.program, "from", "--pull-never", request.image],
             what=f"starting {request.image}",

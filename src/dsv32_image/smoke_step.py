@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv32_image.build import built
@@ -17,20 +18,24 @@ from dsv32_image.identity import image_tag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from dsv32_image.diagnose import Diagnosis
     from dsv32_image.engine import Engine
     from dsv32_image.ui import Ui
 
 REPORT = "smoke-report.json"
+DRIVER = Path("/proc/driver/nvidia/version")
 _INSIDE = "/opt/dsv32/share/smoke"
 # One thread a process: the suite starts several ranks, and more threads only fight for the cores.
 ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "NO_VCS_VERSION": "1"}
 
 
-def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[str], ui: Ui) -> int:
+def run_smoke(
+    root: Path, variant: str, engine: Engine | None, words: Sequence[str], ui: Ui, *, gpus: bool | None = None
+) -> int:
     """Run pytest over smoke/ in the image (or without a container); its exit code.
+
+    `gpus`: give the container the host's GPUs; None: where an NVIDIA driver answers and the engine can.
 
     Raises:
         EngineError: The image is not in the engine, or the run wrote no report.
@@ -64,7 +69,7 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
                 command=["python", *pytest, _INSIDE, "--smoke-report=/run/smoke/" + REPORT, *words],
                 mounts={folder: ("/run/smoke", True)},
                 env=ENV,
-                gpus=variant != "cpu",
+                gpus=_with_gpus(gpus, engine, ui),
             )
             code = engine.run(request)
         written = folder / REPORT
@@ -80,6 +85,16 @@ def run_smoke(root: Path, variant: str, engine: Engine | None, words: Sequence[s
         ui.say(f"  cause  {known.problem}\n{'':>7}  next: {known.hint}")
     ui.say(f" report  {report_path.relative_to(root)}")
     return code
+
+
+def _with_gpus(asked: bool | None, engine: Engine, ui: Ui) -> bool:
+    if asked is not None:
+        return asked
+    there = DRIVER.exists()
+    if there and engine.name == "buildah":
+        ui.say("  smoke  buildah gives containers no GPU: this is the suite's CPU part (--engine docker)")
+        return False
+    return there
 
 
 def require_own_image(root: Path, variant: str, engine: Engine) -> str:

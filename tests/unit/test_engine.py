@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dsv32_image.engine import RunRequest, choose
+from dsv32_image.engine import BuildahEngine, RunRequest, choose
 from dsv32_image.errors import EngineError, UsageError
 
 
@@ -170,3 +170,10 @@ def test_what_a_command_itself_prints_and_returns_is_not_the_engines_error(progr
     programs("docker", f'case "$1" in run) {says} ;; *) echo "20.10.24 20.10.24" ;; esac')
     request = RunRequest(image="localhost/dsv32:cu130", command=["true"], mounts={}, env={}, gpus=True)
     assert choose("docker").run(request) == 1
+
+
+def test_buildah_says_that_it_gives_no_gpu():
+    request = RunRequest(image="localhost/dsv32:cu130", command=["true"], mounts={}, env={}, gpus=True)
+    with pytest.raises(EngineError) as caught:
+        BuildahEngine("buildah", "").run(request)
+    assert "docker or podman" in caught.value.hint
