@@ -19,6 +19,8 @@ from dsv32_image.oci import write_docker_archive, write_loading_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dsv32_image.oci import LoadableImage
+
 NAMES = ("docker", "podman", "buildah")
 _OLDEST_DOCKER = (20, 10)
 _BUILDX_SPLIT = 23  # from this client on, BuildKit is a plugin of its own
@@ -42,11 +44,8 @@ class Engine(Protocol):
     description: str
     runs_tools: bool
 
-    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
-        """Make an OCI layout known as an image of that tag.
-
-        `plain` has the uncompressed tar of some layers by diff_id.
-        """
+    def load(self, image: LoadableImage, tag: str, work: Path) -> None:
+        """Make an image known by that tag; `work` is a folder for what it takes."""
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         """Run the Dockerfile with the network off and without the engine's own cache."""
@@ -108,7 +107,7 @@ class _CliEngine:
         self.program = program
         self.description = description
 
-    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
+    def load(self, image: LoadableImage, tag: str, work: Path) -> None:
         archive = work / "load.tar"
 
         def load_from(folder: Path) -> None:
@@ -117,7 +116,7 @@ class _CliEngine:
             proc.run(command, what=f"loading {tag} into {self.name}", error=EngineError)
 
         try:
-            _load_lean(load_from, layout, work, plain, _layers_of(self.program, _own_tags(self.program)))
+            _load_lean(load_from, image, work, _layers_of(self.program, _own_tags(self.program)))
         finally:
             archive.unlink(missing_ok=True)
 
@@ -224,7 +223,7 @@ class BuildahEngine:
         # Inside a container there is often no cgroup or mount right for a runtime; chroot needs none.
         self._isolation = os.environ.get("BUILDAH_ISOLATION", "chroot")
 
-    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
+    def load(self, image: LoadableImage, tag: str, work: Path) -> None:
         skopeo = proc.require("skopeo", "skopeo")
 
         def load_from(folder: Path) -> None:
@@ -245,7 +244,7 @@ class BuildahEngine:
             )
             if done.returncode == 0:
                 known.update(json.loads(done.stdout)["OCIv1"]["rootfs"]["diff_ids"])
-        _load_lean(load_from, layout, work, plain, known)
+        _load_lean(load_from, image, work, known)
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         command = [self.program, "build", "--isolation", self._isolation, "--pull-never", "--layers=false"]
@@ -316,18 +315,18 @@ class BuildahEngine:
         return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
 
 
-def _load_lean(
-    load_from: Callable[[Path], None], layout: Path, work: Path, plain: Mapping[str, Path], known: set[str]
-) -> None:
-    """Load without gzip and without what the engine holds; if it does not take that, the layout as it is."""
-    lean = work / "load"
+def _load_lean(load_from: Callable[[Path], None], image: LoadableImage, work: Path, known: set[str]) -> None:
+    """Load without gzip and without what the engine holds; if it does not take that, in ordinary form."""
+    layout = work / "load"
     try:
-        write_loading_layout(layout, lean, plain=plain, known=known)
-        load_from(lean)
-    except EngineError:
-        load_from(layout)
+        try:
+            write_loading_layout(image, layout, known=known)
+            load_from(layout)
+        except EngineError:
+            write_loading_layout(image, layout, known=None)
+            load_from(layout)
     finally:
-        shutil.rmtree(lean, ignore_errors=True)
+        shutil.rmtree(layout, ignore_errors=True)
 
 
 def _own_tags(program: str, name: str = "{{.Repository}}") -> list[str]:

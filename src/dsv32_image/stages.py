@@ -12,11 +12,14 @@ from dsv32_image import oci
 from dsv32_image.context import make_context
 from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.files import temporary_folder, write_atomic
+from dsv32_image.oci import OpenLayer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
+    from dsv32_image.background import Background
     from dsv32_image.config import Config, VariantConfig
     from dsv32_image.engine import Engine
     from dsv32_image.layers import LayerCache, LayerPlan
@@ -50,49 +53,75 @@ class BuildRequest(ContextRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """What lives as long as one build: a folder, tars of layers just made by diff_id, tags to forget."""
+    """What lives as long as one build: a folder, jobs, states after layers by key, tags to forget."""
 
     folder: Path
-    plain: dict[str, Path] = field(default_factory=dict)
+    background: Background
+    trees: dict[str, Tree] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
+
+
+def start_context(
+    request: BuildRequest, lock: Lock, missing: Sequence[LayerPlan], scratch: Scratch
+) -> Future[Path]:
+    """Begin to lay out the build context for these layers; the folder."""
+    work = request.root / "build" / request.variant.name
+    context = work / "context"
+
+    def make() -> Path:
+        make_context(
+            request.root,
+            request.config,
+            lock,
+            request.variant.name,
+            missing,
+            request.store,
+            work / "wheels",
+            context,
+        )
+        return context
+
+    return scratch.background.start(make)
 
 
 def engine_layers(
     request: BuildRequest,
-    lock: Lock,
     plans: Sequence[LayerPlan],
-    below: Sequence[NamedLayer],
+    below: Sequence[OpenLayer],
     missing: Sequence[LayerPlan],
+    context: Future[Path],
     scratch: Scratch,
     ui: Ui,
-) -> tuple[list[NamedLayer], Mapping[str, object]]:
+) -> tuple[list[OpenLayer], Mapping[str, object]]:
     """Run the Dockerfile's stages for `missing` on an image of the layers below; their canonical layers."""
     engine, config = request.engine, request.config
     work = request.root / "build" / request.variant.name
-    context, log = work / "context", work / "log" / "engine.txt"
+    log = work / "log" / "engine.txt"
     with ui.step("wheels", "patched wheels and the build context"):
-        make_context(
-            request.root, config, lock, request.variant.name, missing, request.store, work / "wheels", context
-        )
+        context.result()
     # Of this process alone: two checkouts may build at once with one engine.
     parent = f"localhost/dsv32-part:{plans[len(below) - 1].key[:16]}-{os.getpid()}"
     made_tag = f"localhost/dsv32-build:{plans[-1].key[:16]}-{os.getpid()}"
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
-            oci.write_layout(folder / "part", below, oci.ImageConfig(created=config.epoch), "part")
             scratch.tags.extend([parent, made_tag])
-            engine.load(folder / "part", parent, folder, scratch.plain)
+            engine.load(oci.loadable(below, oci.ImageConfig(created=config.epoch)), parent, folder)
+            for layer in below:
+                scratch.background.start(_free, layer)
         with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in missing)}"):
             args = {f"KEY_{plan.name.upper()}": plan.key for plan in missing}
             dockerfile = work / "Dockerfile"
             whole = (request.root / "docker" / "Dockerfile").read_text()
             write_atomic(dockerfile, stages_from(whole, missing[0].name, parent).encode())
-            engine.build(context, dockerfile, args, made_tag, log)
+            scratch.background.check()
+            engine.build(context.result(), dockerfile, args, made_tag, log)
         with ui.step("layer", "reading what the engine made"):
-            known = [layer.blob.diff_id for layer in below]
+            scratch.background.check()
+            known = [layer.diff_id for layer in below]
             exported = oci.open_export(engine.export(made_tag, folder, known))
             groups = layers_by_stage(exported, len(below), missing)
-        tree = request.cache.tree(plans[len(below) - 1])
+        lowest = plans[len(below) - 1]
+        tree = scratch.trees[lowest.key] if lowest.key in scratch.trees else request.cache.tree(lowest)
         made = []
         for plan, sources in zip(missing, groups, strict=True):
             with ui.step("layer", plan.name), ExitStack() as stack:
@@ -105,8 +134,22 @@ def engine_layers(
                 made.append(finish_layer(request, plan, (tree, after), scans, scratch))
                 tree = after
         start = _start(exported.config)
-        request.cache.put_start(plans[-1], start)
+    scratch.background.start(_note_start, request, plans[-1], made[-1], start)
     return made, start
+
+
+def _free(layer: OpenLayer) -> None:
+    """Remove the tar of a layer that the engine has, once it is compressed: it may have gigabytes."""
+    layer.packed()
+    if layer.tar is not None:
+        layer.tar.unlink(missing_ok=True)
+
+
+def _note_start(
+    request: BuildRequest, plan: LayerPlan, layer: OpenLayer, start: Mapping[str, object]
+) -> None:
+    layer.packed()  # its folder in the cache must be there
+    request.cache.put_start(plan, start)
 
 
 def stages_from(dockerfile: str, stage: str, parent: str) -> str:
@@ -131,12 +174,20 @@ def finish_layer(
     states: tuple[Tree, Tree],
     scans: Sequence[oci.ScannedLayer],
     scratch: Scratch,
+) -> OpenLayer:
+    """Write the canonical layer between two states; in the background it is compressed and then cached."""
+    tar = oci.write_tar(*states, scans, scratch.folder / f"{plan.name}.tar", epoch=request.config.epoch)
+    scratch.trees[plan.key] = states[1]
+    packed = scratch.background.start(_pack, request, plan, tar, states[1], scratch.background)
+    return OpenLayer(name=plan.name, diff_id=tar.diff_id, tar=tar.path, packed=packed.result)
+
+
+def _pack(
+    request: ContextRequest, plan: LayerPlan, tar: oci.LayerTar, tree: Tree, background: Background
 ) -> NamedLayer:
-    """Write the canonical layer between two states and take it into the cache."""
-    blob_path, plain = (scratch.folder / f"{plan.name}{end}" for end in (".tar.gz", ".tar"))
-    blob = oci.write_layer(*states, scans, blob_path, epoch=request.config.epoch, plain=plain)
-    scratch.plain[blob.diff_id] = plain
-    return request.cache.put(plan, blob_path, blob, states[1])
+    out = tar.path.with_suffix(".tar.gz")
+    blob = oci.pack_layer(tar, out, proceed=background.proceed)
+    return request.cache.put(plan, out, blob, tree)
 
 
 def layers_by_stage(

@@ -1,6 +1,6 @@
 """Reading an engine's layer without unpacking it.
 
-Source: OCI image spec, layer.md. Content is hashed once, here; `layer.write_layer` copies it from the same
+Source: OCI image spec, layer.md. Content is hashed once, here; `layer.write_tar` copies it from the same
 file later.
 """
 
