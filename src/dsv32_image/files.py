@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from dsv32_image.errors import BusyError, DiskFullError
 
@@ -61,11 +61,26 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         DiskFullError: No space left.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with disk_full_is_clear(path), temporary_file(path) as temporary:
-        temporary.write_bytes(data)
-        temporary.chmod(0o644)
-        temporary.replace(path)
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of `path` when the block ends well, and is removed when it does not.
+
+    Its temporary name is unique, so that two builds that share a cache cannot write into the same file.
+
+    Raises:
+        DiskFullError: No space left.
+    """
+    with disk_full_is_clear(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(path) as temporary:
+            with temporary.open("wb") as file:
+                yield file
+            temporary.chmod(0o644)
+            temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -99,7 +114,7 @@ def disk_full_is_clear(where: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        folder = where if where.is_dir() else where.parent
+        folder = next(path for path in (where, *where.parents) if path.is_dir())
         free = shutil.disk_usage(folder).free
         raise DiskFullError(
             f"no space left while writing {where} ({free >> 20} MiB free)",

@@ -232,17 +232,15 @@ def test_a_source_that_shrank_after_the_scan_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    real = tempfile.NamedTemporaryFile
-
-    def full(**options):
-        file = real(**options)
-        os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
-        return file
+    def full(*, prefix, dir):  # the name is mkstemp's
+        path = Path(dir, f"{prefix}x")
+        path.symlink_to("/dev/full")
+        return os.open("/dev/null", os.O_RDONLY), str(path)
 
     with scan(tmp_path, TINY) as layer:
         tree = Tree().apply(layer.change)
         tar = write_tar(Tree(), tree, [layer], tmp_path / "tar", epoch=EPOCH)
-        monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+        monkeypatch.setattr(tempfile, "mkstemp", full)
         with pytest.raises(DiskFullError, match=r"out\.tar"):
             write_tar(Tree(), tree, [layer], tmp_path / "out.tar", epoch=EPOCH)
         with pytest.raises(DiskFullError, match=r"out\.gz"):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsv32_image.errors import ImageLayoutError
+from dsv32_image.files import replacing
 from dsv32_image.oci import tarheader as tar
 from dsv32_image.oci.entry import WHITEOUT, Entry, Kind, LayerChange, show
-from dsv32_image.oci.files import replacing
 from dsv32_image.oci.gzipstream import gzip_members
 from dsv32_image.oci.scan import ScannedLayer, scan_layer
 from dsv32_image.oci.tree import Tree, diff

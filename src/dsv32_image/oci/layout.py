@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
 
 from dsv32_image.errors import ImageLayoutError
+from dsv32_image.files import disk_full_is_clear, replacing
 from dsv32_image.oci import tarheader as tar
-from dsv32_image.oci.files import disk_full, replacing
 from dsv32_image.oci.gzipstream import CHUNK, inflate
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def write_layout(
     fresh, aside = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
     for leftover in (fresh, aside):  # of a run that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    with disk_full(folder):
+    with disk_full_is_clear(folder):
         try:
             blobs = fresh / "blobs" / "sha256"
             blobs.mkdir(parents=True)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dsv32_image.errors import ImageLayoutError
-from dsv32_image.oci.files import disk_full
+from dsv32_image.files import disk_full_is_clear
 from dsv32_image.oci.layout import (
     GZIP_LAYER,
     TAR_LAYER,
@@ -139,7 +139,7 @@ def write_loading_layout(image: LoadableImage, out: Path, *, known: Collection[s
     """
     shutil.rmtree(out, ignore_errors=True)
     blobs = out / "blobs" / "sha256"
-    with disk_full(out):
+    with disk_full_is_clear(out):
         blobs.mkdir(parents=True)
         layers = [_layer(blobs, layer, known) for layer in image.layers]
         write_documents(out, image.config, layers, "load")
