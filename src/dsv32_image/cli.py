@@ -154,7 +154,7 @@ def build(
     config = load_config(root)
     name = _variant(config, variant, ui)
     plain = _context_request(root, config, name, ui, offline=offline)
-    request = BuildRequest(**vars(plain), engine=engines.choose(engine), fresh=no_cache)
+    request = BuildRequest(**vars(plain), engine=engines.choose(engine, ui.say), fresh=no_cache)
     digest = build_step.build(request, ui)
     ui.say(f"  image  {image_tag(name)} in {request.engine.name}; OCI layout: dist/{name}")
     print(digest.manifest)
@@ -189,7 +189,7 @@ def smoke(
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
     name = _variant(config, variant, ui)
-    runner = None if no_container else engines.choose(engine)
+    runner = None if no_container else engines.choose(engine, ui.say)
     code = run_smoke(root, name, runner, arguments.args, ui)
     if code:
         raise typer.Exit(code)
@@ -209,7 +209,7 @@ def bench(
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
     name = _variant(config, variant, ui)
-    bench_build(root, config, config.variant(name), engines.choose(engine), Store(cache_home()), ui)
+    bench_build(root, config, config.variant(name), engines.choose(engine, ui.say), Store(cache_home()), ui)
 
 
 @app.command()

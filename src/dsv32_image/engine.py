@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from dsv32_image import proc
@@ -74,8 +75,16 @@ class Engine(Protocol):
         """Run a command that mounts and chroots, in an image, with one host folder under its own path."""
 
 
-def choose(name: str | None) -> Engine:
+class _NotInstalledError(EngineError):
+    """Nothing to tell about when another engine is there."""
+
+
+def choose(name: str | None, say: Callable[[str], None] = lambda line: None) -> Engine:
     """The engine asked for, else the first that answers: docker, podman, buildah.
+
+    Args:
+        name: What the user asked for, or None.
+        say: Gets a line about each engine that is installed and was passed over.
 
     Raises:
         UsageError: No engine is called that.
@@ -83,12 +92,17 @@ def choose(name: str | None) -> Engine:
     """
     if name is not None and name not in NAMES:
         raise UsageError(f"unknown engine '{name}'", hint=f"choose one of: {', '.join(NAMES)}")
-    problems = []
+    problems: list[EngineError] = []
     for candidate in (name,) if name else NAMES:
         try:
-            return _MAKERS[candidate]()
+            engine = _MAKERS[candidate]()
         except EngineError as error:
             problems.append(error)
+            continue
+        for problem in problems:
+            if not isinstance(problem, _NotInstalledError):
+                say(f" engine  {problem.message}; using {engine.name}")
+        return engine
     if name:
         raise problems[0]
     reasons = "\n".join(f"  {error.message}" for error in problems)
@@ -102,10 +116,17 @@ class _CliEngine:
 
     name = ""
     runs_tools = True
+    build_options: tuple[str, ...] = ()
+    build_env: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, program: str, description: str) -> None:
         self.program = program
         self.description = description
+
+    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
+        command = [self.program, "build", "--network", "none", "--no-cache", *self.build_options]
+        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
+        proc.run(command, what=f"{self.name} build", error=BuildError, env=self.build_env, log=log)
 
     def load(self, image: LoadableImage, tag: str, work: Path) -> None:
         archive = work / "load.tar"
@@ -171,41 +192,15 @@ class DockerEngine(_CliEngine):
     """Docker 20.10 and newer, BuildKit on."""
 
     name = "docker"
-
-    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [
-            self.program,
-            "build",
-            "--network",
-            "none",
-            "--no-cache",
-            "--pull=false",
-            "--progress",
-            "plain",
-        ]
-        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
-        env = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
-        proc.run(command, what="docker build", error=BuildError, env=env, log=log)
+    build_options = ("--pull=false", "--progress", "plain")
+    build_env = MappingProxyType({"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"})
 
 
 class PodmanEngine(_CliEngine):
     """Podman 4 and newer."""
 
     name = "podman"
-
-    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [
-            self.program,
-            "build",
-            "--network",
-            "none",
-            "--no-cache",
-            "--pull=never",
-            "--format",
-            "oci",
-        ]
-        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
-        proc.run(command, what="podman build", error=BuildError, log=log)
+    build_options = ("--pull=never", "--format", "oci")
 
     def _gpu_options(self) -> list[str]:
         return ["--device", "nvidia.com/gpu=all"]
@@ -351,7 +346,7 @@ def _build_args(args: Mapping[str, str]) -> list[str]:
 def _find_docker() -> Engine:
     programs = _all_on_path("docker")
     if not programs:
-        raise EngineError("docker: not installed", hint="install docker, or use --engine buildah")
+        raise _NotInstalledError("docker: not installed", hint="install docker, or use --engine buildah")
     problem = EngineError("docker: no usable client")
     for program in programs:
         try:
@@ -368,14 +363,13 @@ def _check_docker(program: str) -> str:
         EngineError: No daemon answers, it is too old, or the client cannot drive BuildKit.
     """
     command = [program, "version", "--format", "{{.Client.Version}} {{.Server.Version}}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    answer, reason = _ask(command)
+    if reason:
         raise EngineError(
             f"docker: {program} is there but no daemon answers it: {reason}",
             hint=_docker_hint(reason),
         )
-    client, server = done.stdout.split()
+    client, server = answer.split()
     if _version(server) < _OLDEST_DOCKER:
         raise EngineError(
             f"docker: daemon {server} is too old", hint="20.10 or newer is needed for BuildKit mounts"
@@ -401,28 +395,34 @@ def _docker_hint(reason: str) -> str:
 def _find_podman() -> Engine:
     program = shutil.which("podman")
     if not program:
-        raise EngineError("podman: not installed", hint="install podman, or use --engine buildah")
+        raise _NotInstalledError("podman: not installed", hint="install podman, or use --engine buildah")
     return PodmanEngine(program, _answer(program, "podman"))
 
 
 def _find_buildah() -> Engine:
     program = shutil.which("buildah")
     if not program:
-        raise EngineError("buildah: not installed", hint="apt-get install buildah skopeo")
+        raise _NotInstalledError("buildah: not installed", hint="apt-get install buildah skopeo")
     if not shutil.which("skopeo"):
         raise EngineError("buildah: needs skopeo to load images", hint="apt-get install skopeo")
     return BuildahEngine(program, _answer(program, "buildah"))
 
 
 def _answer(program: str, name: str) -> str:
-    done = subprocess.run([program, "info"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    _, reason = _ask([program, "info"])
+    if reason:
         raise EngineError(
             f"{name}: {program} does not work here: {reason}", hint=f"run `{name} info` to see more"
         )
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    return version.strip()
+    return _ask([program, "--version"])[0]
+
+
+def _ask(command: Sequence[str]) -> tuple[str, str]:
+    """What a program answers; if it fails, the last line of why."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    return "", (done.stderr.strip().splitlines() or ["no answer"])[-1]
 
 
 def _all_on_path(program: str) -> list[str]:
