@@ -343,7 +343,7 @@ def test_compressing_threads_step_back_and_the_others_do_not(tmp_path, monkeypat
 
     monkeypatch.setattr(gzipstream, "compress_chunk", note)
     list(gzip_members(tmp_path / "t", workers=2))
-    assert seen == {max(mine, 10)}
+    assert seen == {max(mine, 5)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 

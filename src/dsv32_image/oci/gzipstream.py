@@ -32,8 +32,9 @@ CHUNK = 1 << 20  # bytes; 4 MiB would save 0.13% and make the last chunk of a la
 # 3% for 10 to 22 times. From 4 to 6 a saved MB costs 0.5 s, more than sending it over a line of 20 Mbit/s
 # takes; from 1 to 4 it costs 0.16 s.
 LEVEL = 4
-# Niceness of the compressing threads: others wait for the engine, nobody for these until the very end.
-_NICE = 10
+# Niceness of the compressing threads: the build waits for the engine first, and for these only at the end.
+# Each step is worth a quarter; with 10, other people's work on the machine would starve that end.
+_NICE = 5
 
 
 def compress_chunk(chunk: bytes | bytearray) -> bytearray:
