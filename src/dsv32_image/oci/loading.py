@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -151,9 +152,10 @@ def _layer(blobs: Path, layer: LoadableLayer, known: Collection[str] | None) -> 
     if known is not None and layer.diff_id in known:
         target.touch()
         return {"mediaType": TAR_LAYER, "digest": layer.diff_id, "size": 0}
-    if known is not None and layer.tar is not None and layer.tar.exists():
-        _link(layer.tar, target)
-        return {"mediaType": TAR_LAYER, "digest": layer.diff_id, "size": target.stat().st_size}
+    if known is not None and layer.tar is not None:
+        with suppress(FileNotFoundError):  # removed in the meantime, since it is compressed
+            _link(layer.tar, target)
+            return {"mediaType": TAR_LAYER, "digest": layer.diff_id, "size": target.stat().st_size}
     source, digest = layer.gzip()
     _link(source, blobs / digest.removeprefix("sha256:"))
     return {"mediaType": GZIP_LAYER, "digest": digest, "size": source.stat().st_size}
