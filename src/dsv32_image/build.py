@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dsv32_image import oci
 from dsv32_image.background import Background
 from dsv32_image.context import make_context
+from dsv32_image.errors import ImageLayoutError
 from dsv32_image.files import link_or_copy, only_one, sha256_parts, temporary_folder, write_atomic
 from dsv32_image.identity import image_labels, image_tag
 from dsv32_image.layers import plan_layers
@@ -193,13 +194,13 @@ def built(layout: Path) -> ImageDigest | None:
 
 
 def _finished(layout: Path, key: str) -> ImageDigest | None:
-    """The digest of the layout, if it was made from exactly these inputs."""
+    """The digest of the layout, if it was made from exactly these inputs and is there."""
     try:
         note = json.loads(layout.with_suffix(".json").read_text())
-        if note["key"] != key or not (layout / "index.json").exists():
+        if note["key"] != key or oci.loadable_layout(layout).id != note["config"]:
             return None
         return oci.ImageDigest(manifest=note["manifest"], config=note["config"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, ImageLayoutError):
         return None
 
 

@@ -107,7 +107,8 @@ def engine_layers(
             scratch.tags.extend([parent, made_tag])
             engine.load(oci.loadable(below, oci.ImageConfig(created=config.epoch)), parent, folder)
             for layer in below:
-                scratch.background.start(_free, layer)
+                if layer.tar is not None:
+                    scratch.background.start(_free, layer, layer.tar)
         with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in missing)}"):
             args = {f"KEY_{plan.name.upper()}": plan.key for plan in missing}
             dockerfile = work / "Dockerfile"
@@ -138,11 +139,10 @@ def engine_layers(
     return made, start
 
 
-def _free(layer: OpenLayer) -> None:
+def _free(layer: OpenLayer, tar: Path) -> None:
     """Remove the tar of a layer that the engine has, once it is compressed: it may have gigabytes."""
     layer.packed()
-    if layer.tar is not None:
-        layer.tar.unlink(missing_ok=True)
+    tar.unlink()
 
 
 def _note_start(

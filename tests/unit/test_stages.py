@@ -115,7 +115,7 @@ def test_a_layer_can_be_loaded_while_it_is_still_compressed(request_, tmp_path, 
         assert layer.tar.exists() and layer.diff_id.startswith("sha256:")
         assert scratch.trees == {plan("python").key: after}
         assert request_.cache.get(plan("python")) is None
-        freed = background.start(stages._free, layer)
+        freed = background.start(stages._free, layer, layer.tar)
         assert layer.tar.exists() and not freed.done()
         gate.set()
         assert layer.packed() == request_.cache.get(plan("python"))
@@ -133,7 +133,7 @@ def test_a_disk_that_fills_while_a_layer_is_compressed_fails_the_build_in_its_ow
     monkeypatch.setattr(oci, "pack_layer", full)
     with pytest.raises(DiskFullError, match=r"python\.tar\.gz"), Background() as background:
         layer, _ = finished(request_, Scratch(folder=tmp_path, background=background), tmp_path)
-        background.start(stages._free, layer)
+        background.start(stages._free, layer, layer.tar)
     assert request_.cache.get(plan("python")) is None
     assert list((tmp_path / "cache").rglob("*")) == []
 
