@@ -11,7 +11,14 @@ from dsv32_image import oci
 from dsv32_image.background import Background
 from dsv32_image.context import make_context
 from dsv32_image.errors import ImageLayoutError
-from dsv32_image.files import link_or_copy, only_one, sha256_parts, temporary_folder, write_atomic
+from dsv32_image.files import (
+    link_or_copy,
+    only_one,
+    refuse_mounts,
+    sha256_parts,
+    temporary_folder,
+    write_atomic,
+)
 from dsv32_image.identity import image_labels, image_tag
 from dsv32_image.layers import plan_layers
 from dsv32_image.lock import patch_series
@@ -178,6 +185,7 @@ def _texts(value: object) -> tuple[str, ...]:
 def _sweep(work: Path) -> None:
     """Remove what a killed build could not: temporary names begin with a dot, and we hold the lock."""
     for leftover in work.glob(".*"):
+        refuse_mounts(leftover)
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:
@@ -238,5 +246,6 @@ def _remove(root: Path, cache: Path, *, everything: bool) -> list[Path]:
         doomed += [cache / "layers", cache / "sha256", cache / "partial"]
     removed = [path for path in doomed if path.exists()]
     for path in removed:
+        refuse_mounts(path)
         shutil.rmtree(path)
     return removed

@@ -7,12 +7,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from dsv32_image.errors import BusyError, DiskFullError
+from dsv32_image.errors import BusyError, DiskFullError, FileAccessError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,6 +146,25 @@ def only_one(path: Path, *, wait: bool = False) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def refuse_mounts(folder: Path, table: Path = Path("/proc/self/mountinfo")) -> None:
+    """Before a folder is removed: what is mounted below it is somebody else's.
+
+    Raises:
+        FileAccessError: Something is mounted below it; the hint says how to unmount it.
+    """
+    if not table.exists():
+        return
+    # proc_pid_mountinfo(5): the fifth field is the mount point, with spaces and the like in octal.
+    fields = (line.split()[4] for line in table.read_text().splitlines())
+    points = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in fields]
+    below = [point for point in points if Path(point).is_relative_to(folder.resolve())]
+    if below:
+        raise FileAccessError(
+            f"{below[0]} is mounted ({len(below)} in all below {folder}), perhaps left by a killed build",
+            hint=f"umount {shlex.join(reversed(below))}  and run it again",
+        )
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -154,7 +155,21 @@ def make_rootfs(
 
 def _run_here(work: Path, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
     hint = f"see {log}; a full disk shows there too"
-    proc.run(command, what="mmdebstrap", error=BuildError, env=env, log=log, hint=hint)
+    words = [*_own_mounts(), *command]
+    proc.run(words, what="mmdebstrap", error=BuildError, env=env, log=log, hint=hint)
+
+
+def _own_mounts() -> list[str]:
+    """A prefix by which what root mounts is seen by nobody else and ends with the program, also if killed.
+
+    As root mmdebstrap binds the host's /dev/shm, /proc and /sys into its folder. A killed one left them
+    there, and whoever removed that folder afterwards removed what is in the host's /dev/shm.
+    """
+    prefix = ["unshare", "--mount", "--"]
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        return []  # mmdebstrap itself uses a namespace of its own then
+    done = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return [] if done.returncode else prefix  # without that right it cannot mount either
 
 
 def _script(path: Path, text: str) -> Path:

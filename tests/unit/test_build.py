@@ -8,7 +8,8 @@ from oci_samples import Member, canonical
 
 from dsv32_image.build import build
 from dsv32_image.config import load_config
-from dsv32_image.errors import EngineError
+from dsv32_image.errors import EngineError, FileAccessError
+from dsv32_image.files import refuse_mounts
 from dsv32_image.layers import LayerCache, plan_layers
 from dsv32_image.lockfile import read_lock
 from dsv32_image.oci import Tree, verify_layout
@@ -87,3 +88,16 @@ def test_a_layout_that_lost_its_config_is_written_again(request_):
     (layout / "blobs" / "sha256" / digest.config.removeprefix("sha256:")).unlink()
     assert build(request_, Ui()) == digest
     assert verify_layout(layout) == digest
+
+
+def test_a_folder_with_something_mounted_below_is_not_removed(tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        f"21 1 0:20 / / rw - ext4 /dev/a rw\n"
+        f"22 21 0:27 / {tmp_path}/build/cpu/.layers.x/a\\040b/dev/shm rw - tmpfs tmpfs rw\n"
+        f"23 21 0:28 / {tmp_path}/build-of-others rw - tmpfs tmpfs rw\n"
+    )
+    with pytest.raises(FileAccessError, match=r"a b/dev/shm is mounted") as caught:
+        refuse_mounts(tmp_path / "build", table)
+    assert f"umount '{tmp_path}/build/cpu/.layers.x/a b/dev/shm'" in caught.value.hint
+    refuse_mounts(tmp_path / "dist", table)
