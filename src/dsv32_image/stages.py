@@ -97,18 +97,18 @@ def engine_layers(
     engine, config = request.engine, request.config
     work = request.root / "build" / request.variant.name
     log = work / "log" / "engine.txt"
-    with ui.step("wheels", "patched wheels and the build context"):
-        context.result()
     # Of this process alone: two checkouts may build at once with one engine.
     parent = f"localhost/dsv32-part:{plans[len(below) - 1].key[:16]}-{os.getpid()}"
     made_tag = f"localhost/dsv32-build:{plans[-1].key[:16]}-{os.getpid()}"
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
-            scratch.tags.extend([parent, made_tag])
+            scratch.tags.append(parent)
             engine.load(oci.loadable(below, oci.ImageConfig(created=config.epoch)), parent, folder)
             for layer in below:
                 if layer.tar is not None:
                     scratch.background.start(_free, layer, layer.tar)
+        with ui.step("wheels", "patched wheels and the build context"):
+            context.result()
         with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in missing)}"):
             args = {f"KEY_{plan.name.upper()}": plan.key for plan in missing}
             dockerfile = work / "Dockerfile"
@@ -120,6 +120,8 @@ def engine_layers(
             scratch.background.check()
             known = [layer.diff_id for layer in below]
             exported = oci.open_export(engine.export(made_tag, folder, known))
+            # Thousands of files to remove, while nobody needs the engine.
+            scratch.background.start(engine.remove, made_tag)
             groups = layers_by_stage(exported, len(below), missing)
         lowest = plans[len(below) - 1]
         tree = scratch.trees[lowest.key] if lowest.key in scratch.trees else request.cache.tree(lowest)
