@@ -46,6 +46,8 @@ rm -f etc/resolv.conf etc/hostname
 # The list names the local folder; a mirror is the user's choice, not ours.
 printf '# No mirror is configured: this image is made from a locked set of packages.\n' > etc/apt/sources.list
 rm -f etc/apt/apt.conf.d/99mmdebstrap
+# Ours while packages are installed, and nobody's afterwards.
+sed -i '/^force-unsafe-io$/d' etc/dpkg/dpkg.cfg.d/99mmdebstrap
 rm usr/bin/py3compile
 chroot . dpkg-divert --quiet --local --rename --remove /usr/bin/py3compile
 cp "$COMPILE_BYTECODE" run/compile_bytecode.py
@@ -134,6 +136,8 @@ def make_rootfs(
         command += [f"--include={','.join(deb.name for deb in debs)}"]
         command += [f"--dpkgopt=path-exclude={p}" for p in config.dpkg_exclude]
         command += [f"--dpkgopt=path-include={p}" for p in config.dpkg_include]
+        # dpkg syncs each file it unpacks, against a power cut that this folder would not outlive anyway.
+        command += ["--dpkgopt=force-unsafe-io"]
         # The packages were checked against the lock; there is no signature on our own folder.
         command += [f"--essential-hook={essential}", f"--customize-hook={customize}"]
         # Done by the hook above; mmdebstrap's own cleaning runs after it and differs between versions.
