@@ -8,14 +8,24 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from dsv32_image import oci
+from dsv32_image.background import Background
 from dsv32_image.context import make_context
-from dsv32_image.files import link_or_copy, only_one, sha256_parts, temporary_folder, write_atomic
+from dsv32_image.errors import ImageLayoutError
+from dsv32_image.files import (
+    link_or_copy,
+    only_one,
+    refuse_mounts,
+    sha256_parts,
+    temporary_folder,
+    write_atomic,
+)
 from dsv32_image.identity import image_labels, image_tag
 from dsv32_image.layers import plan_layers
 from dsv32_image.lock import patch_series
 from dsv32_image.lockfile import read_lock, require_fresh
+from dsv32_image.oci import OpenLayer
 from dsv32_image.rootfs import make_rootfs
-from dsv32_image.stages import Scratch, engine_layers, finish_layer
+from dsv32_image.stages import Scratch, engine_layers, finish_layer, start_context
 from dsv32_image.tools_image import run_in_container
 
 if TYPE_CHECKING:
@@ -26,7 +36,7 @@ if TYPE_CHECKING:
     from dsv32_image.engine import Engine
     from dsv32_image.layers import LayerPlan
     from dsv32_image.lockfile import Lock
-    from dsv32_image.oci import ImageDigest, NamedLayer
+    from dsv32_image.oci import ImageDigest
     from dsv32_image.stages import BuildRequest, ContextRequest
     from dsv32_image.store import Locked
     from dsv32_image.ui import Ui
@@ -51,19 +61,27 @@ def build(request: BuildRequest, ui: Ui) -> ImageDigest:
         layout = root / "dist" / name
         done = None if request.fresh else _finished(layout, key)
         if done is None:
-            with temporary_folder(root / "build" / name / "layers") as folder:
-                scratch = Scratch(folder=folder)
+            with temporary_folder(root / "build" / name / "layers") as folder, Background() as background:
+                scratch = Scratch(folder=folder, background=background)
                 layers, start = _layers(request, lock, plans, scratch, ui)
-                with ui.step("build", f"writing the image to {layout.relative_to(root)}"):
-                    done = oci.write_layout(
-                        layout, layers, _image_config(request.config, start, labels), name
-                    )
-                    _note(layout, key, done)
-                _load(request, layout, done, scratch.plain, ui)
+                config = _image_config(request.config, start, labels)
+                writing = background.start(_write, layout, layers, config, name, key)
+                _load(request, oci.loadable(layers, config), ui)
                 for tag in scratch.tags:
                     request.engine.remove(tag)
-        _load(request, layout, done, {}, ui)
+                with ui.step("build", f"writing the image to {layout.relative_to(root)}"):
+                    done = writing.result()
+        else:
+            _load(request, oci.loadable_layout(layout), ui)
         return done
+
+
+def _write(
+    layout: Path, layers: Sequence[OpenLayer], config: oci.ImageConfig, name: str, key: str
+) -> ImageDigest:
+    done = oci.write_layout(layout, [layer.packed() for layer in layers], config, name)
+    _note(layout, key, done)
+    return done
 
 
 def full_context(request: ContextRequest, ui: Ui) -> Path:
@@ -79,10 +97,11 @@ def full_context(request: ContextRequest, ui: Ui) -> Path:
         require_fresh(lock, request.config, patch_series(root))
         plans = plan_layers(root, request.config, request.variant, lock)
         request.fetch(list(lock.files(name)))
-        with temporary_folder(work / "layers") as folder:
-            base = request.cache.get(plans[0]) or _base_layer(
-                request, lock, plans[0], Scratch(folder=folder), None, ui
-            )
+        base = request.cache.get(plans[0])
+        if base is None:
+            with temporary_folder(work / "layers") as folder, Background() as background:
+                scratch = Scratch(folder=folder, background=background)
+                base = _base_layer(request, lock, plans[0], scratch, None, ui).packed()
         context = work / "context"
         with ui.step("wheels", "patched wheels and the build context"):
             make_context(
@@ -102,14 +121,14 @@ def full_context(request: ContextRequest, ui: Ui) -> Path:
 
 def _layers(
     request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan], scratch: Scratch, ui: Ui
-) -> tuple[list[NamedLayer], Mapping[str, object]]:
+) -> tuple[list[OpenLayer], Mapping[str, object]]:
     """All layers, made where they are not in the cache, and what a container starts with."""
-    found: list[NamedLayer] = []
+    found: list[OpenLayer] = []
     for plan in plans:
         layer = None if request.fresh else request.cache.get(plan)
         if layer is None:
             break
-        found.append(layer)
+        found.append(OpenLayer.of(layer))
     start = request.cache.start(plans[-1])
     missing = plans[len(found) :]
     if not missing and start is not None:
@@ -123,16 +142,17 @@ def _layers(
         wanted += [*plan.section.debs, *plan.section.wheels]
         wanted += lock.compile_tools if plan.jobs else ()
     request.fetch(wanted)
+    by_engine = missing if found else missing[1:]
+    context = start_context(request, lock, by_engine, scratch)
     if not found:
         found.append(_base_layer(request, lock, missing[0], scratch, request.engine, ui))
-        missing = missing[1:]
-    made, begin = engine_layers(request, lock, plans, found, missing, scratch, ui)
+    made, begin = engine_layers(request, lock, plans, found, by_engine, context, scratch, ui)
     return [*found, *made], begin
 
 
 def _base_layer(
     request: ContextRequest, lock: Lock, plan: LayerPlan, scratch: Scratch, engine: Engine | None, ui: Ui
-) -> NamedLayer:
+) -> OpenLayer:
     def run_elsewhere(work: Path, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         run_in_container(engine, lock.tool_debs, request.store, request.fetch, work, command, env, log)
 
@@ -175,6 +195,7 @@ def _texts(value: object) -> tuple[str, ...]:
 def _sweep(work: Path) -> None:
     """Remove what a killed build could not: temporary names begin with a dot, and we hold the lock."""
     for leftover in work.glob(".*"):
+        refuse_mounts(leftover)
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:
@@ -191,13 +212,13 @@ def built(layout: Path) -> ImageDigest | None:
 
 
 def _finished(layout: Path, key: str) -> ImageDigest | None:
-    """The digest of the layout, if it was made from exactly these inputs."""
+    """The digest of the layout, if it was made from exactly these inputs and is there."""
     try:
         note = json.loads(layout.with_suffix(".json").read_text())
-        if note["key"] != key or not (layout / "index.json").exists():
+        if note["key"] != key or oci.loadable_layout(layout).id != note["config"]:
             return None
         return oci.ImageDigest(manifest=note["manifest"], config=note["config"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, ImageLayoutError):
         return None
 
 
@@ -206,17 +227,15 @@ def _note(layout: Path, key: str, digest: ImageDigest) -> None:
     write_atomic(layout.with_suffix(".json"), (json.dumps(note, indent=1) + "\n").encode())
 
 
-def _load(
-    request: BuildRequest, layout: Path, digest: ImageDigest, plain: Mapping[str, Path], ui: Ui
-) -> None:
+def _load(request: BuildRequest, image: oci.LoadableImage, ui: Ui) -> None:
     tag = image_tag(request.variant.name)
-    if request.engine.image_id(tag) == digest.config:
+    if request.engine.image_id(tag) == image.id:
         return
     with (
         ui.step("build", f"loading {tag} into {request.engine.name}"),
         temporary_folder(request.root / "build" / request.variant.name / "load") as folder,
     ):
-        request.engine.load(layout, tag, folder, plain)
+        request.engine.load(image, tag, folder)
 
 
 def clean(root: Path, cache: Path, *, everything: bool) -> list[Path]:
@@ -237,5 +256,6 @@ def _remove(root: Path, cache: Path, *, everything: bool) -> list[Path]:
         doomed += [cache / "layers", cache / "sha256", cache / "partial"]
     removed = [path for path in doomed if path.exists()]
     for path in removed:
+        refuse_mounts(path)
         shutil.rmtree(path)
     return removed

@@ -169,7 +169,7 @@ def build(
     plain = _context_request(root, config, name, ui, offline=offline, archs=arch)
     request = BuildRequest(
         **vars(plain),
-        engine=engines.choose(engine),
+        engine=engines.choose(engine, ui.say),
         fresh=no_cache or recompile,
         recompile=recompile,
         jobs=jobs,
@@ -213,7 +213,7 @@ def smoke(
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
     name = _variant(config, variant, ui)
-    runner = None if no_container else engines.choose(engine)
+    runner = None if no_container else engines.choose(engine, ui.say)
     code = run_smoke(
         root, name, runner, arguments.args, ui, gpus=gpus if config.variant(name).cuda_archs else False
     )
@@ -268,7 +268,7 @@ def bench(
     root, ui = project_root(), Ui(verbose=verbose)
     config = load_config(root)
     name = _variant(config, variant, ui)
-    bench_build(root, config, config.variant(name), engines.choose(engine), Store(cache_home()), ui)
+    bench_build(root, config, config.variant(name), engines.choose(engine, ui.say), Store(cache_home()), ui)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -228,4 +229,6 @@ def _strings(value: object, where: str) -> tuple[str, ...]:
 def _refuse_unknown(table: dict[str, Any], known: set[str], where: str) -> None:
     unknown = sorted(set(table) - known)
     if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}")
+        meant = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+        hint = f"; did you mean {meant[0]!r}?" if meant else f" (known: {', '.join(sorted(known))})"
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}{hint}")

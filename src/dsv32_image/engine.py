@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from dsv32_image import proc
@@ -19,6 +20,8 @@ from dsv32_image.oci import write_docker_archive, write_loading_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from dsv32_image.oci import LoadableImage
 
 NAMES = ("docker", "podman", "buildah")
 _OLDEST_DOCKER = (20, 10)
@@ -45,11 +48,8 @@ class Engine(Protocol):
     description: str
     runs_tools: bool
 
-    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
-        """Make an OCI layout known as an image of that tag.
-
-        `plain` has the uncompressed tar of some layers by diff_id.
-        """
+    def load(self, image: LoadableImage, tag: str, work: Path) -> None:
+        """Make an image known by that tag; `work` is a folder for what it takes."""
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         """Run the Dockerfile with the network off and without the engine's own cache."""
@@ -78,8 +78,16 @@ class Engine(Protocol):
         """Run a command that mounts and chroots, in an image, with one host folder under its own path."""
 
 
-def choose(name: str | None) -> Engine:
+class _NotInstalledError(EngineError):
+    """Nothing to tell about when another engine is there."""
+
+
+def choose(name: str | None, say: Callable[[str], None] = lambda line: None) -> Engine:
     """The engine asked for, else the first that answers: docker, podman, buildah.
+
+    Args:
+        name: What the user asked for, or None.
+        say: Gets a line about each engine that is installed and was passed over.
 
     Raises:
         UsageError: No engine is called that.
@@ -87,12 +95,17 @@ def choose(name: str | None) -> Engine:
     """
     if name is not None and name not in NAMES:
         raise UsageError(f"unknown engine '{name}'", hint=f"choose one of: {', '.join(NAMES)}")
-    problems = []
+    problems: list[EngineError] = []
     for candidate in (name,) if name else NAMES:
         try:
-            return _MAKERS[candidate]()
+            engine = _MAKERS[candidate]()
         except EngineError as error:
             problems.append(error)
+            continue
+        for problem in problems:
+            if not isinstance(problem, _NotInstalledError):
+                say(f" engine  {problem.message}; using {engine.name}")
+        return engine
     if name:
         raise problems[0]
     reasons = "\n".join(f"  {error.message}" for error in problems)
@@ -106,12 +119,19 @@ class _CliEngine:
 
     name = ""
     runs_tools = True
+    build_options: tuple[str, ...] = ()
+    build_env: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, program: str, description: str) -> None:
         self.program = program
         self.description = description
 
-    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
+    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
+        command = [self.program, "build", "--network", "none", "--no-cache", *self.build_options]
+        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
+        proc.run(command, what=f"{self.name} build", error=BuildError, env=self.build_env, log=log)
+
+    def load(self, image: LoadableImage, tag: str, work: Path) -> None:
         archive = work / "load.tar"
 
         def load_from(folder: Path) -> None:
@@ -120,7 +140,7 @@ class _CliEngine:
             proc.run(command, what=f"loading {tag} into {self.name}", error=EngineError)
 
         try:
-            _load_lean(load_from, layout, work, plain, _layers_of(self.program, _own_tags(self.program)))
+            _load_lean(load_from, image, work, _layers_of(self.program, _own_tags(self.program)))
         finally:
             archive.unlink(missing_ok=True)
 
@@ -180,41 +200,15 @@ class DockerEngine(_CliEngine):
     """Docker 20.10 and newer, BuildKit on."""
 
     name = "docker"
-
-    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [
-            self.program,
-            "build",
-            "--network",
-            "none",
-            "--no-cache",
-            "--pull=false",
-            "--progress",
-            "plain",
-        ]
-        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
-        env = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
-        proc.run(command, what="docker build", error=BuildError, env=env, log=log)
+    build_options = ("--pull=false", "--progress", "plain")
+    build_env = MappingProxyType({"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"})
 
 
 class PodmanEngine(_CliEngine):
     """Podman 4 and newer."""
 
     name = "podman"
-
-    def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [
-            self.program,
-            "build",
-            "--network",
-            "none",
-            "--no-cache",
-            "--pull=never",
-            "--format",
-            "oci",
-        ]
-        command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
-        proc.run(command, what="podman build", error=BuildError, log=log)
+    build_options = ("--pull=never", "--format", "oci")
 
     def _gpu_options(self) -> list[str]:
         return ["--device", "nvidia.com/gpu=all", "--ulimit", "memlock=-1"]
@@ -232,7 +226,7 @@ class BuildahEngine:
         # Inside a container there is often no cgroup or mount right for a runtime; chroot needs none.
         self._isolation = os.environ.get("BUILDAH_ISOLATION", "chroot")
 
-    def load(self, layout: Path, tag: str, work: Path, plain: Mapping[str, Path]) -> None:
+    def load(self, image: LoadableImage, tag: str, work: Path) -> None:
         skopeo = proc.require("skopeo", "skopeo")
 
         def load_from(folder: Path) -> None:
@@ -253,7 +247,7 @@ class BuildahEngine:
             )
             if done.returncode == 0:
                 known.update(json.loads(done.stdout)["OCIv1"]["rootfs"]["diff_ids"])
-        _load_lean(load_from, layout, work, plain, known)
+        _load_lean(load_from, image, work, known)
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
         command = [self.program, "build", "--isolation", self._isolation, "--pull-never", "--layers=false"]
@@ -276,8 +270,10 @@ class BuildahEngine:
         for diff_id in known:
             # A blob that is there is not copied again, and nobody reads these.
             (blobs / diff_id.removeprefix("sha256:")).touch()
-        command = [self.program, "push", "--quiet", "--disable-compression", tag, f"oci:{folder}"]
-        proc.run(command, what=f"exporting {tag} from buildah's storage", error=EngineError)
+        # `buildah push --disable-compression` compresses all the same when it writes an OCI layout.
+        copy = [proc.require("skopeo", "skopeo"), "--insecure-policy", "copy", "--quiet"]
+        copy += ["--dest-oci-accept-uncompressed-layers", f"containers-storage:{tag}", f"oci:{folder}"]
+        proc.run(copy, what=f"exporting {tag} from buildah's storage", error=EngineError)
         return folder
 
     def image_id(self, tag: str) -> str:
@@ -324,18 +320,18 @@ class BuildahEngine:
         return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
 
 
-def _load_lean(
-    load_from: Callable[[Path], None], layout: Path, work: Path, plain: Mapping[str, Path], known: set[str]
-) -> None:
-    """Load without gzip and without what the engine holds; if it does not take that, the layout as it is."""
-    lean = work / "load"
+def _load_lean(load_from: Callable[[Path], None], image: LoadableImage, work: Path, known: set[str]) -> None:
+    """Load without gzip and without what the engine holds; if it does not take that, in ordinary form."""
+    layout = work / "load"
     try:
-        write_loading_layout(layout, lean, plain=plain, known=known)
-        load_from(lean)
-    except EngineError:
-        load_from(layout)
+        try:
+            write_loading_layout(image, layout, known=known)
+            load_from(layout)
+        except EngineError:
+            write_loading_layout(image, layout, known=None)
+            load_from(layout)
     finally:
-        shutil.rmtree(lean, ignore_errors=True)
+        shutil.rmtree(layout, ignore_errors=True)
 
 
 def _own_tags(program: str, name: str = "{{.Repository}}") -> list[str]:
@@ -360,7 +356,7 @@ def _build_args(args: Mapping[str, str]) -> list[str]:
 def _find_docker() -> Engine:
     programs = _all_on_path("docker")
     if not programs:
-        raise EngineError("docker: not installed", hint="install docker, or use --engine buildah")
+        raise _NotInstalledError("docker: not installed", hint="install docker, or use --engine buildah")
     problem = EngineError("docker: no usable client")
     for program in programs:
         try:
@@ -377,14 +373,13 @@ def _check_docker(program: str) -> str:
         EngineError: No daemon answers, it is too old, or the client cannot drive BuildKit.
     """
     command = [program, "version", "--format", "{{.Client.Version}} {{.Server.Version}}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    answer, reason = _ask(command)
+    if reason:
         raise EngineError(
             f"docker: {program} is there but no daemon answers it: {reason}",
             hint=_docker_hint(reason),
         )
-    client, server = done.stdout.split()
+    client, server = answer.split()
     if _version(server) < _OLDEST_DOCKER:
         raise EngineError(
             f"docker: daemon {server} is too old", hint="20.10 or newer is needed for BuildKit mounts"
@@ -410,28 +405,34 @@ def _docker_hint(reason: str) -> str:
 def _find_podman() -> Engine:
     program = shutil.which("podman")
     if not program:
-        raise EngineError("podman: not installed", hint="install podman, or use --engine buildah")
+        raise _NotInstalledError("podman: not installed", hint="install podman, or use --engine buildah")
     return PodmanEngine(program, _answer(program, "podman"))
 
 
 def _find_buildah() -> Engine:
     program = shutil.which("buildah")
     if not program:
-        raise EngineError("buildah: not installed", hint="apt-get install buildah skopeo")
+        raise _NotInstalledError("buildah: not installed", hint="apt-get install buildah skopeo")
     if not shutil.which("skopeo"):
         raise EngineError("buildah: needs skopeo to load images", hint="apt-get install skopeo")
     return BuildahEngine(program, _answer(program, "buildah"))
 
 
 def _answer(program: str, name: str) -> str:
-    done = subprocess.run([program, "info"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    _, reason = _ask([program, "info"])
+    if reason:
         raise EngineError(
             f"{name}: {program} does not work here: {reason}", hint=f"run `{name} info` to see more"
         )
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    return version.strip()
+    return _ask([program, "--version"])[0]
+
+
+def _ask(command: Sequence[str]) -> tuple[str, str]:
+    """What a program answers; if it fails, the last line of why."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    return "", (done.stderr.strip().splitlines() or ["no answer"])[-1]
 
 
 def _all_on_path(program: str) -> list[str]:

@@ -7,12 +7,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from dsv32_image.errors import BusyError, DiskFullError
+from dsv32_image.errors import BusyError, DiskFullError, FileAccessError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,11 +63,26 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         DiskFullError: No space left.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with disk_full_is_clear(path), temporary_file(path) as temporary:
-        temporary.write_bytes(data)
-        temporary.chmod(0o644)
-        temporary.replace(path)
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of `path` when the block ends well, and is removed when it does not.
+
+    Its temporary name is unique, so that two builds that share a cache cannot write into the same file.
+
+    Raises:
+        DiskFullError: No space left.
+    """
+    with disk_full_is_clear(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(path) as temporary:
+            with temporary.open("wb") as file:
+                yield file
+            temporary.chmod(0o644)
+            temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -99,7 +116,7 @@ def disk_full_is_clear(where: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        folder = where if where.is_dir() else where.parent
+        folder = next(path for path in (where, *where.parents) if path.is_dir())
         free = shutil.disk_usage(folder).free
         raise DiskFullError(
             f"no space left while writing {where} ({free >> 20} MiB free)",
@@ -129,6 +146,25 @@ def only_one(path: Path, *, wait: bool = False) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def refuse_mounts(folder: Path, table: Path = Path("/proc/self/mountinfo")) -> None:
+    """Before a folder is removed: what is mounted below it is somebody else's.
+
+    Raises:
+        FileAccessError: Something is mounted below it; the hint says how to unmount it.
+    """
+    if not table.exists():
+        return
+    # proc_pid_mountinfo(5): the fifth field is the mount point, with spaces and the like in octal.
+    fields = (line.split()[4] for line in table.read_text().splitlines())
+    points = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in fields]
+    below = [point for point in points if Path(point).is_relative_to(folder.resolve())]
+    if below:
+        raise FileAccessError(
+            f"{below[0]} is mounted ({len(below)} in all below {folder}), perhaps left by a killed build",
+            hint=f"umount {shlex.join(reversed(below))}  and run it again",
+        )
 
 
 def link_or_copy(source: Path, target: Path) -> None:

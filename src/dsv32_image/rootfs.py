@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,8 @@ rm -f etc/resolv.conf etc/hostname
 # The list names the local folder; a mirror is the user's choice, not ours.
 printf '# No mirror is configured: this image is made from a locked set of packages.\n' > etc/apt/sources.list
 rm -f etc/apt/apt.conf.d/99mmdebstrap
+# Ours while packages are installed, and nobody's afterwards.
+sed -i '/^force-unsafe-io$/d' etc/dpkg/dpkg.cfg.d/99mmdebstrap
 rm usr/bin/py3compile
 chroot . dpkg-divert --quiet --local --rename --remove /usr/bin/py3compile
 cp "$COMPILE_BYTECODE" run/compile_bytecode.py
@@ -133,6 +136,8 @@ def make_rootfs(
         command += [f"--include={','.join(deb.name for deb in debs)}"]
         command += [f"--dpkgopt=path-exclude={p}" for p in config.dpkg_exclude]
         command += [f"--dpkgopt=path-include={p}" for p in config.dpkg_include]
+        # dpkg syncs each file it unpacks, against a power cut that this folder would not outlive anyway.
+        command += ["--dpkgopt=force-unsafe-io"]
         # The packages were checked against the lock; there is no signature on our own folder.
         command += [f"--essential-hook={essential}", f"--customize-hook={customize}"]
         # Done by the hook above; mmdebstrap's own cleaning runs after it and differs between versions.
@@ -154,7 +159,21 @@ def make_rootfs(
 
 def _run_here(work: Path, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
     hint = f"see {log}; a full disk shows there too"
-    proc.run(command, what="mmdebstrap", error=BuildError, env=env, log=log, hint=hint)
+    words = [*_own_mounts(), *command]
+    proc.run(words, what="mmdebstrap", error=BuildError, env=env, log=log, hint=hint)
+
+
+def _own_mounts() -> list[str]:
+    """A prefix by which what root mounts is seen by nobody else and ends with the program, also if killed.
+
+    As root mmdebstrap binds the host's /dev/shm, /proc and /sys into its folder. A killed one left them
+    there, and whoever removed that folder afterwards removed what is in the host's /dev/shm.
+    """
+    prefix = ["unshare", "--mount", "--"]
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        return []  # mmdebstrap itself uses a namespace of its own then
+    done = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return [] if done.returncode else prefix  # without that right it cannot mount either
 
 
 def _script(path: Path, text: str) -> Path:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dsv32_image import oci
-from dsv32_image.compiled import CompiledWheels, compile_context, compile_wheel
+from dsv32_image.compile_step import between_compilers, compile_if_missing, to_compile
 from dsv32_image.context import make_context
 from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.files import temporary_folder, write_atomic
 from dsv32_image.layers import dockerfile_name, plan_layers
+from dsv32_image.oci import OpenLayer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
-    from dsv32_image.compiled import CompileJob
+    from dsv32_image.background import Background
     from dsv32_image.config import Config, VariantConfig
     from dsv32_image.engine import Engine
     from dsv32_image.layers import LayerCache, LayerPlan
@@ -60,22 +61,42 @@ class BuildRequest(ContextRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """What lives as long as one build: a folder, tars of layers just made by diff_id, tags to forget."""
+    """What lives as long as one build: a folder, jobs, states after layers by key, tags to forget."""
 
     folder: Path
-    plain: dict[str, Path] = field(default_factory=dict)
+    background: Background
+    trees: dict[str, Tree] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
+
+
+def start_context(
+    request: BuildRequest, lock: Lock, missing: Sequence[LayerPlan], scratch: Scratch
+) -> Future[Path] | None:
+    """Begin to lay out the build context for these layers; None where a wheel has to be compiled before."""
+    first = between_compilers(request, missing)[0]
+    if any(to_compile(request, job) for job in first[0].jobs):
+        return None
+    return scratch.background.start(lay_out, request, lock, first)
+
+
+def lay_out(request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan]) -> Path:
+    """Lay out the build context for these layers; the folder."""
+    work = request.root / "build" / request.variant.name
+    wheels, context = work / "wheels", work / "context"
+    make_context(request.root, request.config, lock, request.variant, plans, request.store, wheels, context)
+    return context
 
 
 def engine_layers(
     request: BuildRequest,
     lock: Lock,
     plans: Sequence[LayerPlan],
-    below: Sequence[NamedLayer],
+    below: Sequence[OpenLayer],
     missing: Sequence[LayerPlan],
+    context: Future[Path] | None,
     scratch: Scratch,
     ui: Ui,
-) -> tuple[list[NamedLayer], Mapping[str, object]]:
+) -> tuple[list[OpenLayer], Mapping[str, object]]:
     """Run the Dockerfile's stages for `missing` on an image of the layers below; their canonical layers."""
     engine, config = request.engine, request.config
     work = request.root / "build" / request.variant.name
@@ -84,21 +105,32 @@ def engine_layers(
     made_tag = f"localhost/dsv32-build:{plans[-1].key[:16]}-{os.getpid()}"
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
-            oci.write_layout(folder / "part", below, oci.ImageConfig(created=config.epoch), "part")
             scratch.tags.append(parent)
-            engine.load(folder / "part", parent, folder, scratch.plain)
-        for number, part in enumerate(_between_compilers(request, missing)):
+            engine.load(oci.loadable(below, oci.ImageConfig(created=config.epoch)), parent, folder)
+            for layer in below:
+                if layer.tar is not None:
+                    scratch.background.start(_free, layer, layer.tar)
+        for number, part in enumerate(between_compilers(request, missing)):
+            scratch.background.check()
             for job in part[0].jobs:
-                _compile(request, lock, job, parent, folder, ui)
+                compile_if_missing(request, lock, job, parent, folder, ui)
+            with ui.step("wheels", "patched wheels and the build context"):
+                laid_out = lay_out(request, lock, part) if context is None or number else context.result()
+            _require_unchanged(request, lock, part)
             tag = made_tag if part[-1] is missing[-1] else f"{made_tag}-{number}"
             scratch.tags.append(tag)
-            _run_stages(request, lock, part, parent, tag, ui)
+            scratch.background.check()
+            _run_stages(request, part, laid_out, parent, tag, ui)
             parent = tag
         with ui.step("layer", "reading what the engine made"):
-            known = [layer.blob.diff_id for layer in below]
+            scratch.background.check()
+            known = [layer.diff_id for layer in below]
             exported = oci.open_export(engine.export(made_tag, folder, known))
+            # Thousands of files to remove, while nobody needs the engine.
+            scratch.background.start(engine.remove, made_tag)
             groups = layers_by_stage(exported, len(below), missing)
-        tree = request.cache.tree(plans[len(below) - 1])
+        lowest = plans[len(below) - 1]
+        tree = scratch.trees[lowest.key] if lowest.key in scratch.trees else request.cache.tree(lowest)
         made = []
         for plan, sources in zip(missing, groups, strict=True):
             with ui.step("layer", plan.name), ExitStack() as stack:
@@ -111,64 +143,35 @@ def engine_layers(
                 made.append(finish_layer(request, plan, (tree, after), scans, scratch))
                 tree = after
         start = _start(exported.config)
-        request.cache.put_start(plans[-1], start)
+    scratch.background.start(_note_start, request, plans[-1], made[-1], start)
     return made, start
 
 
-def _between_compilers(request: BuildRequest, missing: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
-    """The layers in parts: one begins where a wheel has to be compiled on the layers below it."""
-    parts: list[list[LayerPlan]] = []
-    for plan in missing:
-        if not parts or any(_to_compile(request, job) for job in plan.jobs):
-            parts.append([])
-        parts[-1].append(plan)
-    return parts
+def _free(layer: OpenLayer, tar: Path) -> None:
+    """Remove the tar of a layer that the engine has, once it is compressed: it may have gigabytes."""
+    layer.packed()
+    tar.unlink()
 
 
-def _to_compile(request: BuildRequest, job: CompileJob) -> bool:
-    return request.recompile or CompiledWheels(request.store.home).get(job) is None
-
-
-def _compile(request: BuildRequest, lock: Lock, job: CompileJob, parent: str, folder: Path, ui: Ui) -> None:
-    if not _to_compile(request, job):
-        return
-    context = folder / "compile-context"
-    with ui.step("wheels", f"compiling {job.dist.name} {job.dist.version}"):
-        make_context(request.root, request.config, lock, request.variant, (), request.store, folder, context)
-        compile_context(request.root, lock, job, request.store, request.jobs, context)
-        tag = f"localhost/dsv32-compile:{job.key[:16]}-{os.getpid()}"
-        with temporary_folder(folder / "compile") as work:
-            built = compile_wheel(request.root, request.engine, job, parent, context, tag, work)
-            CompiledWheels(request.store.home).put(job, built, epoch=request.config.epoch)
-    shutil.rmtree(context)
+def _note_start(
+    request: BuildRequest, plan: LayerPlan, layer: OpenLayer, start: Mapping[str, object]
+) -> None:
+    layer.packed()  # its folder in the cache must be there
+    request.cache.put_start(plan, start)
 
 
 def _run_stages(
-    request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan], parent: str, tag: str, ui: Ui
+    request: BuildRequest, plans: Sequence[LayerPlan], context: Path, parent: str, tag: str, ui: Ui
 ) -> None:
     """Run the Dockerfile's stages of some layers, on an image of those below."""
     engine, name = request.engine, request.variant.name
     work = request.root / "build" / name
-    context, dockerfile = work / "context", work / "Dockerfile"
-    with ui.step("wheels", "patched wheels and the build context"):
-        make_context(
-            request.root,
-            request.config,
-            lock,
-            request.variant,
-            plans,
-            request.store,
-            work / "wheels",
-            context,
-        )
-    _require_unchanged(request, lock, plans)
     with ui.step("build", f"{engine.name} runs the Dockerfile: {', '.join(p.name for p in plans)}"):
         whole = (request.root / "docker" / dockerfile_name(name)).read_text()
         text = stages_from(whole, plans[0].name, parent, until=plans[-1].name)
-        write_atomic(dockerfile, text.encode())
+        write_atomic(work / "Dockerfile", text.encode())
         args = {f"KEY_{plan.name.upper()}": plan.key for plan in plans}
-        log = work / "log" / f"engine-{plans[0].name}.txt"
-        engine.build(context, dockerfile, args, tag, log)
+        engine.build(context, work / "Dockerfile", args, tag, work / "log" / f"engine-{plans[0].name}.txt")
 
 
 def _require_unchanged(request: BuildRequest, lock: Lock, plans: Sequence[LayerPlan]) -> None:
@@ -213,12 +216,20 @@ def finish_layer(
     states: tuple[Tree, Tree],
     scans: Sequence[oci.ScannedLayer],
     scratch: Scratch,
+) -> OpenLayer:
+    """Write the canonical layer between two states; in the background it is compressed and then cached."""
+    tar = oci.write_tar(*states, scans, scratch.folder / f"{plan.name}.tar", epoch=request.config.epoch)
+    scratch.trees[plan.key] = states[1]
+    packed = scratch.background.start(_pack, request, plan, tar, states[1], scratch.background)
+    return OpenLayer(name=plan.name, diff_id=tar.diff_id, tar=tar.path, packed=packed.result)
+
+
+def _pack(
+    request: ContextRequest, plan: LayerPlan, tar: oci.LayerTar, tree: Tree, background: Background
 ) -> NamedLayer:
-    """Write the canonical layer between two states and take it into the cache."""
-    blob_path, plain = (scratch.folder / f"{plan.name}{end}" for end in (".tar.gz", ".tar"))
-    blob = oci.write_layer(*states, scans, blob_path, epoch=request.config.epoch, plain=plain)
-    scratch.plain[blob.diff_id] = plain
-    return request.cache.put(plan, blob_path, blob, states[1])
+    out = tar.path.with_suffix(".tar.gz")
+    blob = oci.pack_layer(tar, out, proceed=background.proceed)
+    return request.cache.put(plan, out, blob, tree)
 
 
 def layers_by_stage(

@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from dsv32_image.oci.engine_export import open_export
-from dsv32_image.oci.layer import scan_layer, write_layer
+from dsv32_image.oci.layer import pack_layer, scan_layer, write_tar
 from dsv32_image.oci.layout import ImageConfig, NamedLayer, verify_layout, write_docker_archive, write_layout
 from dsv32_image.oci.tree import Tree
 
@@ -159,7 +159,8 @@ def canonical_image(export, folder):
         with scan_layer(source.path, offset=source.offset, size=source.size) as layer:
             after = tree.apply(layer.change)
             path = folder / f"{i}.tar.gz"
-            blob = write_layer(tree, after, [layer], path, epoch=EPOCH)
+            tar = write_tar(tree, after, [layer], path.with_suffix(".tar"), epoch=EPOCH)
+            blob = pack_layer(tar, path)
         layers.append(NamedLayer(name=f"step {i}", path=path, blob=blob))
         tree = after
     config = ImageConfig(created=EPOCH, cmd=("/bin/tool",))

@@ -5,7 +5,7 @@ import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsv32_image.oci.layer import LayerBlob, scan_layer, write_layer
+from dsv32_image.oci.layer import LayerBlob, pack_layer, scan_layer, write_tar
 from dsv32_image.oci.tree import Tree
 
 EPOCH = 1_700_000_000
@@ -81,11 +81,20 @@ def tree_of(folder: Path, *layers):
     return tree
 
 
+def write_layer(old, new, sources, out: Path, *, workers=1) -> LayerBlob:
+    """Both steps of a canonical layer; only the gzip file stays."""
+    tar = write_tar(old, new, sources, out.with_name(f"{out.name}.plain"), epoch=EPOCH)
+    try:
+        return pack_layer(tar, out, workers=workers)
+    finally:
+        tar.path.unlink()
+
+
 def canonical(folder: Path, old, members, *, name="layer.tar.gz", workers=1) -> tuple[Tree, LayerBlob, Path]:
     """The state after one engine layer, and the canonical layer that leads there."""
     with scan(folder, members) as layer:
         new = old.apply(layer.change)
-        return new, write_layer(old, new, [layer], folder / name, epoch=EPOCH, workers=workers), folder / name
+        return new, write_layer(old, new, [layer], folder / name, workers=workers), folder / name
 
 
 def listing(path: Path):

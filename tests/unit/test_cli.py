@@ -102,14 +102,14 @@ def test_a_stale_lock_stops_a_build_before_any_work(tmp_path, monkeypatch, capsy
     text = (tmp_path / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(text.replace('"einops", ', ""))
     monkeypatch.setenv("DSV32_ROOT", str(tmp_path))
-    monkeypatch.setattr(cli.engines, "choose", lambda name: object())
+    monkeypatch.setattr(cli.engines, "choose", lambda *_: object())
     assert cli.main(["build", "--variant", "cpu"]) == errors.LockStaleError.exit_code
     assert "nox -s lock" in capsys.readouterr().err
     assert not (tmp_path / "dist").exists()
 
 
 def test_two_builds_at_once_the_second_says_who_is_first(project, monkeypatch, capsys):
-    monkeypatch.setattr(cli.engines, "choose", lambda name: object())
+    monkeypatch.setattr(cli.engines, "choose", lambda *_: object())
     with only_one(project / "build" / "cpu" / "lock"):
         assert cli.main(["build", "--variant", "cpu"]) == errors.BusyError.exit_code
     assert "another build runs in this folder (process" in capsys.readouterr().err

@@ -57,6 +57,20 @@ def test_a_mistake_is_named(tmp_path, change, word):
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('wheels = ["einops"]', 'weels = ["einops"]'), "unknown key 'weels'; did you mean 'wheels'?"),
+        (("epoch = 100", "epoch = 100\ndpkg_exclude = []"), "'dpkg_exclude'; did you mean 'dpkg-exclude'?"),
+        (('wheels = ["einops"]', "colour = 1"), "'colour' (known: collect, debs, name, tree, wheels)"),
+    ],
+)
+def test_a_mistyped_key_is_told_what_was_meant(tmp_path, change, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, MINIMAL.replace(*change)))
+    assert words in caught.value.message
+
+
 def test_no_pyproject_is_a_clear_error(tmp_path):
     with pytest.raises(ConfigError, match=r"no pyproject\.toml"):
         load_config(tmp_path)

@@ -89,11 +89,24 @@ def test_of_two_docker_clients_the_one_that_works_is_taken(programs, tmp_path, m
     assert str(other) in choose("docker").description
 
 
-def test_a_dead_docker_falls_through_to_buildah(programs):
+def test_a_dead_docker_is_passed_over_for_buildah_and_one_line_says_why(programs):
+    programs("docker", 'echo "Cannot connect to the Docker daemon" >&2; exit 1')
+    programs("buildah", "echo buildah version 1.28.2")
+    programs("skopeo", "exit 0")
+    said = []
+    assert choose(None, said.append).name == "buildah"
+    (line,) = said  # and none about podman, which is simply not there
+    assert "\n" not in line
+    assert "no daemon answers" in line and "Cannot connect" in line and line.endswith("using buildah")
+
+
+def test_nothing_is_said_about_an_engine_that_was_not_asked_for(programs):
     programs("docker", "exit 1")
     programs("buildah", "echo buildah version 1.28.2")
     programs("skopeo", "exit 0")
-    assert choose(None).name == "buildah"
+    said = []
+    choose("buildah", said.append)
+    assert said == []
 
 
 def test_buildah_without_skopeo_says_what_is_missing(programs):

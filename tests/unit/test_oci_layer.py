@@ -7,15 +7,30 @@ import os
 import random
 import subprocess
 import tarfile
+import tempfile
+import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
-from oci_samples import CAPABILITY, EPOCH, Member, canonical, folder, listing, make_tar, scan, text, tree_of
+from oci_samples import (
+    CAPABILITY,
+    EPOCH,
+    Member,
+    canonical,
+    folder,
+    listing,
+    make_tar,
+    scan,
+    text,
+    tree_of,
+    write_layer,
+)
 
-from dsv32_image.errors import BuildError, DiskFullError, ImageLayoutError
+from dsv32_image.errors import DiskFullError, ImageLayoutError
 from dsv32_image.oci import gzipstream
-from dsv32_image.oci.gzipstream import CHUNK, GzipPool, inflate
-from dsv32_image.oci.layer import scan_layer, write_layer
+from dsv32_image.oci.gzipstream import CHUNK, gzip_members, inflate
+from dsv32_image.oci.layer import pack_layer, scan_layer, write_tar
 from dsv32_image.oci.tarheader import tar_header
 from dsv32_image.oci.tree import Tree
 
@@ -168,7 +183,7 @@ def test_a_canonical_layer_reads_back_as_the_same_state(tmp_path):
 def test_writing_the_canonical_layer_again_gives_the_same_bytes(tmp_path):
     tree, blob, path = canonical(tmp_path, Tree(), TINY)
     with scan_layer(path) as layer:
-        again = write_layer(Tree(), tree, [layer], tmp_path / "again", epoch=EPOCH)
+        again = write_layer(Tree(), tree, [layer], tmp_path / "again")
     assert again == blob
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
@@ -200,10 +215,10 @@ def test_content_of_a_lower_layer_is_taken_from_the_lower_layer_or_refused(tmp_p
         old = Tree().apply(low.change)
         with scan(tmp_path, [Member(name=b"b", kind="link", target=b"a")], "high") as high:
             new = old.apply(high.change)
-            write_layer(old, new, [high, low], tmp_path / "out", epoch=EPOCH)
+            write_layer(old, new, [high, low], tmp_path / "out")
             assert listing(tmp_path / "out") == [(b"b", b"0")]
             with pytest.raises(ImageLayoutError, match="/b: its content"):
-                write_layer(old, new, [high], tmp_path / "none", epoch=EPOCH)
+                write_layer(old, new, [high], tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -211,22 +226,26 @@ def test_a_source_that_shrank_after_the_scan_leaves_nothing_behind(tmp_path):
     with scan(tmp_path, [Member(name=b"a", content=b"x" * 5000)]) as layer:
         os.truncate(tmp_path / "engine.tar", 2000)
         with pytest.raises(ImageLayoutError):
-            write_layer(Tree(), Tree().apply(layer.change), [layer], tmp_path / "out", epoch=EPOCH)
+            write_layer(Tree(), Tree().apply(layer.change), [layer], tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["engine.tar"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path):
-    with scan(tmp_path, TINY) as layer, pytest.MonkeyPatch.context() as patch:
-        real = os.write
+def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*, prefix, dir):  # the name is mkstemp's
+        path = Path(dir, f"{prefix}x")
+        path.symlink_to("/dev/full")
+        return os.open("/dev/null", os.O_RDONLY), str(path)
 
-        def full(fd, data):
-            return real(os.open("/dev/full", os.O_WRONLY), data)
-
-        patch.setattr("dsv32_image.oci.layer.GzipPool.compress", lambda *_: iter(lambda: full(0, b"x"), None))
-        with pytest.raises(DiskFullError):
-            write_layer(Tree(), Tree().apply(layer.change), [layer], tmp_path / "out", epoch=EPOCH)
-    assert [p.name for p in tmp_path.iterdir()] == ["engine.tar"]
+    with scan(tmp_path, TINY) as layer:
+        tree = Tree().apply(layer.change)
+        tar = write_tar(Tree(), tree, [layer], tmp_path / "tar", epoch=EPOCH)
+        monkeypatch.setattr(tempfile, "mkstemp", full)
+        with pytest.raises(DiskFullError, match=r"out\.tar"):
+            write_tar(Tree(), tree, [layer], tmp_path / "out.tar", epoch=EPOCH)
+        with pytest.raises(DiskFullError, match=r"out\.gz"):
+            pack_layer(tar, tmp_path / "out.gz")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["engine.tar", "tar"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -237,15 +256,20 @@ def test_a_full_disk_while_unpacking_a_gzip_layer_is_said(tmp_path, monkeypatch)
         scan_layer(tmp_path / "layer")
 
 
-def test_a_killed_compressor_is_a_build_error_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    def killed(*_):
-        raise ChildProcessError("ended early with code -9")
-        yield
+def test_work_that_is_told_to_stop_leaves_nothing_behind(tmp_path):
+    calls = []
 
-    monkeypatch.setattr(GzipPool, "compress", killed)
-    with pytest.raises(BuildError, match="code -9"):
-        canonical(tmp_path, Tree(), TINY)
-    assert [p.name for p in tmp_path.iterdir()] == ["engine.tar"]
+    def proceed():
+        calls.append(None)
+        if len(calls) == 3:
+            raise CancelledError
+
+    with scan(tmp_path, big_layer()) as layer:
+        tar = write_tar(Tree(), Tree().apply(layer.change), [layer], tmp_path / "tar", epoch=EPOCH)
+    assert tar.size > 5 * CHUNK
+    with pytest.raises(CancelledError):
+        pack_layer(tar, tmp_path / "out", proceed=proceed)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["engine.tar", "tar"]
 
 
 # --- gzip ------------------------------------------------------------------------------------------------
@@ -262,14 +286,12 @@ def test_the_number_of_workers_does_not_change_the_bytes(tmp_path):
     assert blobs[0] == blobs[1] == blobs[2]
 
 
-def test_chunks_are_independent_of_how_the_stream_arrives():
+def test_each_member_holds_one_chunk(tmp_path):
     data = random.Random(2).randbytes(CHUNK) * 3 + b"end"
-    from dsv32_image.oci.layer import _cut  # noqa: PLC0415
-
-    for step in (1 << 14, 99_991, CHUNK):
-        pieces = [data[i : i + step] for i in range(0, len(data), step)]
-        assert [len(c) for c in _cut(pieces)] == [CHUNK] * 3 + [3]
-        assert b"".join(_cut(pieces)) == data
+    (tmp_path / "t").write_bytes(data)
+    members = list(gzip_members(tmp_path / "t", workers=2))
+    assert [len(gzip.decompress(m)) for m in members] == [CHUNK] * 3 + [3]
+    assert gzip.decompress(b"".join(members)) == data
 
 
 def test_gzip_and_python_read_many_members(tmp_path):
@@ -296,26 +318,33 @@ def test_damaged_gzip_is_refused(data):
         list(inflate([data]))
 
 
-def test_a_killed_worker_is_an_error_and_not_a_hang():
-    with GzipPool(2) as pool:
-        for worker in pool._workers:
-            worker.kill()
-        with pytest.raises(ChildProcessError):
-            list(pool.compress([b"x"] * 10))
+def test_an_error_of_a_worker_is_raised_and_ends_the_others(tmp_path, monkeypatch):
+    (tmp_path / "t").write_bytes(bytes(50 * CHUNK))
+    done = []
+
+    def broken(chunk):
+        done.append(len(chunk))
+        raise MemoryError
+
+    monkeypatch.setattr(gzipstream, "compress_chunk", broken)
+    with pytest.raises(MemoryError):
+        list(gzip_members(tmp_path / "t", workers=2))
+    assert len(done) < 10
 
 
-def test_workers_end_when_the_block_ends_badly():
-    with pytest.raises(ZeroDivisionError), GzipPool(2) as pool:
-        workers = pool._workers
-        for _ in pool.compress(iter([b"x"] * 50)):
-            raise ZeroDivisionError
-    assert all(worker.poll() is not None for worker in workers)
+def test_compressing_threads_step_back_and_the_others_do_not(tmp_path, monkeypatch):
+    (tmp_path / "t").write_bytes(bytes(5 * CHUNK))
+    seen = set()
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
 
+    def note(chunk):
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return bytearray()
 
-def test_one_worker_needs_no_process(monkeypatch):
-    monkeypatch.setattr(gzipstream.subprocess, "Popen", None)
-    with GzipPool(1) as pool:
-        assert gzip.decompress(b"".join(pool.compress([b"a", b"b"]))) == b"ab"
+    monkeypatch.setattr(gzipstream, "compress_chunk", note)
+    list(gzip_members(tmp_path / "t", workers=2))
+    assert seen == {max(mine, 5)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
 def test_reading_a_layer_as_a_stream_of_bytes_matches_tarfile(tmp_path):

@@ -1,15 +1,20 @@
-"""From the engine's history to our layers, and the Dockerfile from a stage on."""
+"""From the engine's history to our layers, the Dockerfile from a stage on, a layer's way into the cache."""
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from oci_samples import EPOCH, Member, scan
 
+from dsv32_image import oci, stages
+from dsv32_image.background import Background
 from dsv32_image.config import LayerConfig
-from dsv32_image.errors import BuildError
-from dsv32_image.layers import LayerPlan
+from dsv32_image.errors import BuildError, DiskFullError
+from dsv32_image.layers import LayerCache, LayerPlan
 from dsv32_image.lockfile import LayerLock
-from dsv32_image.oci import EngineExport, LayerSource
-from dsv32_image.stages import layers_by_stage, stages_from
+from dsv32_image.oci import EngineExport, LayerSource, Tree
+from dsv32_image.stages import Scratch, finish_layer, layers_by_stage, stages_from
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,3 +96,61 @@ def test_a_part_ends_where_it_is_told_to(name):
         "FROM megatron AS transformers",
     ]
     assert stages_from(whole, "megatron", "x", until="dsv32") == stages_from(whole, "megatron", "x")
+
+
+# --- a layer's way into the cache ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def request_(tmp_path):
+    return SimpleNamespace(cache=LayerCache(tmp_path / "cache"), config=SimpleNamespace(epoch=EPOCH))
+
+
+def finished(request_, scratch, folder):
+    with scan(folder, [Member(name=b"a", content=b"content")]) as layer:
+        after = Tree().apply(layer.change)
+        return finish_layer(request_, plan("python"), (Tree(), after), [layer], scratch), after
+
+
+def test_a_layer_can_be_loaded_while_it_is_still_compressed(request_, tmp_path, monkeypatch):
+    gate, real = threading.Event(), oci.pack_layer
+
+    def slow(*arguments, **options):
+        assert gate.wait(10)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(oci, "pack_layer", slow)
+    with Background() as background:
+        scratch = Scratch(folder=tmp_path, background=background)
+        layer, after = finished(request_, scratch, tmp_path)
+        assert layer.tar.exists() and layer.diff_id.startswith("sha256:")
+        assert scratch.trees == {plan("python").key: after}
+        assert request_.cache.get(plan("python")) is None
+        freed = background.start(stages._free, layer, layer.tar)
+        assert layer.tar.exists() and not freed.done()
+        gate.set()
+        assert layer.packed() == request_.cache.get(plan("python"))
+        freed.result()
+        assert not layer.tar.exists()
+    assert request_.cache.tree(plan("python")) == after
+
+
+def test_a_disk_that_fills_while_a_layer_is_compressed_fails_the_build_in_its_own_words(
+    request_, tmp_path, monkeypatch
+):
+    def full(tar, out, **_):
+        raise DiskFullError(f"no space left while writing {out}")
+
+    monkeypatch.setattr(oci, "pack_layer", full)
+    with pytest.raises(DiskFullError, match=r"python\.tar\.gz"), Background() as background:
+        layer, _ = finished(request_, Scratch(folder=tmp_path, background=background), tmp_path)
+        background.start(stages._free, layer, layer.tar)
+    assert request_.cache.get(plan("python")) is None
+    assert list((tmp_path / "cache").rglob("*")) == []
+
+
+def test_an_error_elsewhere_lets_a_layer_come_into_the_cache(request_, tmp_path):
+    with pytest.raises(BuildError), Background() as background:
+        finished(request_, Scratch(folder=tmp_path, background=background), tmp_path)
+        raise BuildError("the engine failed in the next layer")
+    assert request_.cache.get(plan("python")) is not None

@@ -1,30 +1,30 @@
 """Writing a canonical layer.
 
 Source: OCI image spec, layer.md. Entries are sorted by the bytes of their path, times are the epoch, owners
-are numeric, PAX records stand only where ustar cannot hold a value, and the tar stream becomes the gzip of
-`gzipstream`.
+are numeric, PAX records stand only where ustar cannot hold a value. The tar is written first: its digest is
+all that an engine needs to know of a layer. Its gzip, by `gzipstream`, is needed for the layout alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from dsv32_image.errors import BuildError, ImageLayoutError
+from dsv32_image.errors import ImageLayoutError
+from dsv32_image.files import replacing
 from dsv32_image.oci import tarheader as tar
 from dsv32_image.oci.entry import WHITEOUT, Entry, Kind, LayerChange, show
-from dsv32_image.oci.files import disk_full, replacing
-from dsv32_image.oci.gzipstream import CHUNK, GzipPool
+from dsv32_image.oci.gzipstream import gzip_members
 from dsv32_image.oci.scan import ScannedLayer, scan_layer
 from dsv32_image.oci.tree import Tree, diff
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["LAYER_FORMAT", "LayerBlob", "ScannedLayer", "scan_layer", "write_layer"]
+__all__ = ["LAYER_FORMAT", "LayerBlob", "LayerTar", "ScannedLayer", "pack_layer", "scan_layer", "write_tar"]
 
 # Belongs into the key of every cached layer. Raise it with any change that gives a layer other bytes or a
 # state other entries: the golden digests in the tests fail on such a change.
@@ -42,7 +42,7 @@ _TYPEFLAGS: dict[Kind, bytes] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBlob:
-    """A written layer.
+    """A layer as the layout holds it.
 
     Args:
         digest: `sha256:…` of the gzip file.
@@ -57,61 +57,76 @@ class LayerBlob:
     uncompressed_size: int
 
 
-def write_layer(
-    old: Tree,
-    new: Tree,
-    sources: Sequence[ScannedLayer],
-    out: Path,
-    *,
-    epoch: int,
-    plain: Path | None = None,
-    workers: int | None = None,
-) -> LayerBlob:
-    """Writes the canonical layer that leads from `old` to `new`; `out` appears whole or not at all.
+@dataclass(frozen=True, kw_only=True)
+class LayerTar:
+    """A layer before it is compressed.
+
+    Args:
+        path: The tar.
+        diff_id: `sha256:…` of it.
+        size: Bytes of it.
+    """
+
+    path: Path
+    diff_id: str
+    size: int
+
+
+def write_tar(old: Tree, new: Tree, sources: Sequence[ScannedLayer], out: Path, *, epoch: int) -> LayerTar:
+    """Writes the canonical layer that leads from `old` to `new` as a tar; `out` appears whole or not at all.
 
     Args:
         old: State below.
         new: State after.
         sources: Where content is found, by digest: the engine's layers between the two states, and those
             below if one of them hard-links to a file it does not hold.
-        out: The gzip file.
+        out: The tar.
         epoch: Time of every entry, seconds since 1970.
-        plain: Where to write the tar stream as well, uncompressed; what was there is overwritten.
-        workers: Processes that compress; changes the speed, never the bytes. None: one a processor.
 
     Raises:
         ImageLayoutError: Content is in none of the sources, or a name that a layer cannot express.
         DiskFullError: No space left.
-        BuildError: A compressing process was killed.
     """
     change = diff(old, new)
-    unpacked, packed = hashlib.sha256(), hashlib.sha256()
-    sizes = [0, 0]
+    digest, size = hashlib.sha256(), 0
+    with replacing(out) as file:
+        for piece in _tar_stream(new, change, sources, epoch):
+            digest.update(piece)
+            size += len(piece)
+            file.write(piece)
+    return LayerTar(path=out, diff_id=f"sha256:{digest.hexdigest()}", size=size)
 
-    def chunks(copy: IO[bytes] | None) -> Iterator[bytes]:
-        for chunk in _cut(_tar_stream(new, change, sources, epoch)):
-            unpacked.update(chunk)
-            sizes[0] += len(chunk)
-            if copy is not None:
-                with disk_full(plain or out):
-                    copy.write(chunk)
-            yield chunk
 
-    try:
-        with ExitStack() as stack:
-            pool, file = stack.enter_context(GzipPool(workers)), stack.enter_context(replacing(out))
-            copy = stack.enter_context(plain.open("wb")) if plain else None
-            for member in pool.compress(chunks(copy)):
-                packed.update(member)
-                sizes[1] += len(member)
-                file.write(member)
-    except ChildProcessError as error:
-        raise BuildError(f"{out}: {error}", "out of memory? run it again") from error
+def pack_layer(
+    layer: LayerTar,
+    out: Path,
+    *,
+    workers: int | None = None,
+    proceed: Callable[[], None] = lambda: None,
+) -> LayerBlob:
+    """Compresses a layer; `out` appears whole or not at all.
+
+    Args:
+        layer: What `write_tar` wrote.
+        out: The gzip file.
+        workers: Threads that compress; changes the speed, never the bytes. None: one a processor.
+        proceed: Called before each megabyte; what it raises ends the work.
+
+    Raises:
+        DiskFullError: No space left.
+    """
+    digest, size = hashlib.sha256(), 0
+    with replacing(out) as file, closing(gzip_members(layer.path, workers)) as members:
+        for member in members:
+            proceed()
+            digest.update(member)
+            size += len(member)
+            file.write(member)
     return LayerBlob(
-        digest=f"sha256:{packed.hexdigest()}",
-        diff_id=f"sha256:{unpacked.hexdigest()}",
-        size=sizes[1],
-        uncompressed_size=sizes[0],
+        digest=f"sha256:{digest.hexdigest()}",
+        diff_id=layer.diff_id,
+        size=size,
+        uncompressed_size=layer.size,
     )
 
 
@@ -161,15 +176,3 @@ def _find(path: bytes, entry: Entry, sources: Sequence[ScannedLayer]) -> Iterato
         f"/{show(path)}: its content is in none of the engine's layers at hand",
         "it links to a file of a lower layer: scan that layer too",
     )
-
-
-def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same stream in chunks of `CHUNK` bytes, the last one shorter."""
-    buffer = bytearray()
-    for piece in pieces:
-        buffer += piece
-        if len(buffer) >= CHUNK:  # a piece is at most one chunk long
-            yield bytes(memoryview(buffer)[:CHUNK])
-            del buffer[:CHUNK]
-    if buffer:
-        yield bytes(buffer)

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
 
 from dsv32_image.errors import ImageLayoutError
+from dsv32_image.files import disk_full_is_clear, replacing
 from dsv32_image.oci import tarheader as tar
-from dsv32_image.oci.files import disk_full, replacing
 from dsv32_image.oci.gzipstream import CHUNK, inflate
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ _INDEX = "application/vnd.oci.image.index.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG = "application/vnd.oci.image.config.v1+json"
 # gzip and not zstd: docker before 23 cannot read zstd layers ("archive/tar: invalid tar header").
-_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
+GZIP_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
+TAR_LAYER = "application/vnd.oci.image.layer.v1.tar"
 _REF_NAME = "org.opencontainers.image.ref.name"
 
 
@@ -66,7 +67,7 @@ class NamedLayer:
 
     Args:
         name: Stands in the image's history.
-        path: The gzip file that `layer.write_layer` wrote.
+        path: The gzip file that `layer.pack_layer` wrote.
         blob: Its digests and sizes.
     """
 
@@ -105,35 +106,20 @@ def write_layout(
     Raises:
         DiskFullError: No space left.
     """
-    config_json = _canonical(_config(layers, config))
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": _MANIFEST,
-        "config": _descriptor(_CONFIG, config_json),
-        "layers": [
-            {"mediaType": _LAYER, "digest": layer.blob.digest, "size": layer.blob.size} for layer in layers
-        ],
-    }
-    manifest_json = _canonical(manifest)
-    entry = {
-        **_descriptor(_MANIFEST, manifest_json),
-        "platform": {"architecture": config.architecture, "os": config.os},
-        "annotations": {_REF_NAME: ref_name},
-    }
-    index = {"schemaVersion": 2, "mediaType": _INDEX, "manifests": [entry]}
+    document = config_document([(layer.name, layer.blob.diff_id) for layer in layers], config)
+    descriptors = [
+        {"mediaType": GZIP_LAYER, "digest": layer.blob.digest, "size": layer.blob.size} for layer in layers
+    ]
     fresh, aside = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
     for leftover in (fresh, aside):  # of a run that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    with disk_full(folder):
+    with disk_full_is_clear(folder):
         try:
             blobs = fresh / "blobs" / "sha256"
             blobs.mkdir(parents=True)
             for layer in layers:
                 _place(layer.path, blobs / _hex(layer.blob.digest))
-            for document in (config_json, manifest_json):
-                (blobs / hashlib.sha256(document).hexdigest()).write_bytes(document)
-            (fresh / "oci-layout").write_bytes(_canonical({"imageLayoutVersion": "1.0.0"}))
-            (fresh / "index.json").write_bytes(_canonical(index))
+            digest = write_documents(fresh, document, descriptors, ref_name)
             if folder.exists():
                 folder.rename(aside)
             fresh.rename(folder)
@@ -143,7 +129,40 @@ def write_layout(
                 aside.rename(folder)
             raise
     shutil.rmtree(aside, ignore_errors=True)
-    return ImageDigest(manifest=_digest(manifest_json), config=_digest(config_json))
+    return digest
+
+
+def write_documents(
+    folder: Path, config: bytes, layers: Sequence[Mapping[str, Any]], ref_name: str
+) -> ImageDigest:
+    """Writes all of a layout but its layers.
+
+    Args:
+        folder: The layout; `blobs/sha256` is there.
+        config: What `config_document` gave.
+        layers: The layers' descriptors, lowest first.
+        ref_name: Name of the image in the index.
+    """
+    about = json.loads(config)
+    manifest = _canonical(
+        {
+            "schemaVersion": 2,
+            "mediaType": _MANIFEST,
+            "config": _descriptor(_CONFIG, config),
+            "layers": list(layers),
+        }
+    )
+    entry = {
+        **_descriptor(_MANIFEST, manifest),
+        "platform": {"architecture": about["architecture"], "os": about["os"]},
+        "annotations": {_REF_NAME: ref_name},
+    }
+    for document in (config, manifest):
+        (folder / "blobs" / "sha256" / hashlib.sha256(document).hexdigest()).write_bytes(document)
+    (folder / "oci-layout").write_bytes(_canonical({"imageLayoutVersion": "1.0.0"}))
+    index = {"schemaVersion": 2, "mediaType": _INDEX, "manifests": [entry]}
+    (folder / "index.json").write_bytes(_canonical(index))
+    return ImageDigest(manifest=digest_of(manifest), config=digest_of(config))
 
 
 def verify_layout(folder: Path) -> ImageDigest:
@@ -224,33 +243,12 @@ def manifest_of(layout: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str,
     return entry, manifest, json.loads(_checked(layout, manifest["config"]).read_bytes())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """Canonical JSON and what an index says of it."""
-
-    data: bytes
-
-    @property
-    def hex(self) -> str:
-        """The sha256, also the blob's file name."""
-        return hashlib.sha256(self.data).hexdigest()
-
-    @property
-    def descriptor(self) -> dict[str, Any]:
-        """Digest and size."""
-        return {"digest": f"sha256:{self.hex}", "size": len(self.data)}
-
-
-def canonical_json(document: object) -> Document:
-    """JSON of which there is only one form: sorted keys, no spaces, UTF-8."""
-    return Document(data=_canonical(document))
-
-
 def _canonical(document: object) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _config(layers: Sequence[NamedLayer], config: ImageConfig) -> dict[str, Any]:
+def config_document(layers: Sequence[tuple[str, str]], config: ImageConfig) -> bytes:
+    """The image's config as canonical JSON; `layers` are names and diff_ids, lowest first."""
     created = datetime.fromtimestamp(config.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     container = {
         "Entrypoint": list(config.entrypoint),
@@ -260,22 +258,25 @@ def _config(layers: Sequence[NamedLayer], config: ImageConfig) -> dict[str, Any]
         "WorkingDir": config.workdir,
         "Labels": dict(config.labels),
     }
-    return {
-        "created": created,
-        "architecture": config.architecture,
-        "os": config.os,
-        "config": {name: value for name, value in container.items() if value},
-        "rootfs": {"type": "layers", "diff_ids": [layer.blob.diff_id for layer in layers]},
-        "history": [{"created": created, "created_by": layer.name} for layer in layers],
-    }
+    return _canonical(
+        {
+            "created": created,
+            "architecture": config.architecture,
+            "os": config.os,
+            "config": {name: value for name, value in container.items() if value},
+            "rootfs": {"type": "layers", "diff_ids": [diff_id for _, diff_id in layers]},
+            "history": [{"created": created, "created_by": name} for name, _ in layers],
+        }
+    )
 
 
-def _digest(document: bytes) -> str:
+def digest_of(document: bytes) -> str:
+    """`sha256:…` of a document, by which others name it."""
     return f"sha256:{hashlib.sha256(document).hexdigest()}"
 
 
 def _descriptor(media_type: str, document: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": _digest(document), "size": len(document)}
+    return {"mediaType": media_type, "digest": digest_of(document), "size": len(document)}
 
 
 def _hex(digest: str) -> str:

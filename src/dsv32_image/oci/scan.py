@@ -1,6 +1,6 @@
 """Reading an engine's layer without unpacking it.
 
-Source: OCI image spec, layer.md. Content is hashed once, here; `layer.write_layer` copies it from the same
+Source: OCI image spec, layer.md. Content is hashed once, here; `layer.write_tar` copies it from the same
 file later.
 """
 
@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from dsv32_image.errors import ImageLayoutError
+from dsv32_image.files import disk_full_is_clear
 from dsv32_image.oci.entry import OPAQUE, WHITEOUT, Entry, Kind, LayerChange, kept_xattrs, parent_of, show
-from dsv32_image.oci.files import disk_full
 from dsv32_image.oci.gzipstream import CHUNK, inflate
 from dsv32_image.oci.tarheader import BLOCK
 
@@ -100,7 +100,7 @@ def scan_layer(
         magic = os.pread(file.fileno(), 4, offset)
         if magic[:2] == b"\x1f\x8b":
             packed, file = file, tempfile.TemporaryFile(dir=spool)  # noqa: SIM115
-            with packed, disk_full(spool or path):
+            with packed, disk_full_is_clear(spool or path):
                 for block in inflate(_blocks(packed.fileno(), offset, end - offset)):
                     file.write(block)
                 offset, end = 0, file.tell()

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsv32_image.errors import ImageLayoutError
+from dsv32_image.files import replacing
 from dsv32_image.oci.entry import (
     WHITEOUT,
     Entry,
@@ -28,7 +29,6 @@ from dsv32_image.oci.entry import (
     same,
     show,
 )
-from dsv32_image.oci.files import replacing
 from dsv32_image.oci.links import grouped, regrouped, with_links
 
 if TYPE_CHECKING:
