@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv32.dsa.attention import attend
 from dsv32.dsa.loss import LossInputs, indexer_loss
-from dsv32.dsa.plan import Bounds, causal_bounds
+from dsv32.dsa.plan import Bounds, causal_bounds, loss_factor
 from dsv32.dsa.selection import select
 from dsv32.dsa.settings import Settings, decline
 
@@ -42,20 +42,6 @@ def _bounds(starts: Tensor, ends: Tensor, sk: int, plain_causal: bool = False) -
         sk=sk,
         causal_offset=0 if plain_causal else None,
     )
-
-
-def _factor(
-    loss_coeff: float, rows: Tensor | None, count: int, per_token: bool, device: torch.device
-) -> Tensor:
-    """What the KL sum is multiplied by.
-
-    The reduction of megatron-core 0.19.2 `reduce_indexer_kl_sum`, times the coefficient.
-    """
-    if per_token:
-        return torch.full((), loss_coeff, dtype=torch.float32, device=device)
-    if rows is not None:
-        return loss_coeff / rows.sum().to(torch.float32).clamp_min(1.0)
-    return torch.full((), loss_coeff / max(count, 1), dtype=torch.float32, device=device)
 
 
 def _valid_rows(rows: Tensor | None, b: int, sq: int) -> Tensor | None:
@@ -118,7 +104,7 @@ def run_fused_qk_topk_with_loss(
     bounds = _bounds(starts, ends, k.size(0))
     b, sq = q.size(1), q.size(0)
     rows = _valid_rows(query_valid_rows, b, sq)
-    factor = _factor(loss_coeff, rows, b * sq, calculate_per_token_loss, q.device)
+    factor = loss_factor(loss_coeff, rows, b * sq, calculate_per_token_loss, q.device)
     found, losses = [], []
     for i in range(b):
         indices, picked = select(q[:, i], k[:, i], weights[:, i], bounds, index_topk, settings, relu=use_relu)
@@ -206,7 +192,7 @@ def run_fused_dsa_attention(
         bounds = _bounds(varlen_starts, varlen_ends, sk, varlen_is_plain_causal)
     rows = _valid_rows(query_valid_rows, b, sq)
     want_loss = loss_coeff > 0 and torch.is_grad_enabled()
-    factor = _factor(loss_coeff, rows, b * sq, calculate_per_token_loss, query.device)
+    factor = loss_factor(loss_coeff, rows, b * sq, calculate_per_token_loss, query.device)
     outs, losses = [], []
     for i in range(b):
         iq, ik, iw = q_indexer[:, i], k_indexer[:, i], indexer_weights[:, i]
