@@ -25,7 +25,9 @@ from megatron_fixtures import groups_of, relative_error, run_ranks
 from memory_peak import peak_bytes, size_of
 
 from dsv32.dsa import blocked, reference
+from dsv32.dsa.attention import attend_all
 from dsv32.dsa.plan import Bounds, causal_bounds
+from dsv32.dsa.settings import Settings
 from dsv32.mcore.packing import packed_params
 
 if TYPE_CHECKING:
@@ -159,8 +161,8 @@ def _probabilities(logits: Tensor, allowed: Tensor) -> Tensor:
     return torch.where(some & allowed, probs, torch.zeros_like(probs))
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    return _probabilities(query @ key.T * 0.3, allowed) @ value
+def _plain(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float = 0.3) -> Tensor:
+    return _probabilities(query.double() @ key.double().T * scale, allowed) @ value.double()
 
 
 def _kl(logits: Tensor, scores: Tensor, allowed: Tensor, rows: Tensor) -> Tensor:
@@ -251,6 +253,27 @@ def test_no_operation_takes_more_than_the_budget_beside_its_results(
             record_property(f"{name}, {tokens} tokens: bytes beyond results", float(beyond))
             assert beyond <= PEAK_BUDGET, f"{name}, {tokens} tokens: {beyond} bytes beyond its results"
     assert 640 * 640 * HEADS * 4 > 12 * PEAK_BUDGET
+
+
+def test_attention_to_all_keys_writes_out_the_indices_of_a_block_only() -> None:
+    """The dense warm-up of the kernel backend, where neither query nor key takes a gradient."""
+    generator = torch.Generator().manual_seed(6)
+    query, key = (torch.randn(640, *shape, generator=generator) for shape in ((HEADS, SIZE), (SIZE,)))
+    bounds = causal_bounds(640, 640, torch.device("cpu"))
+    settings = Settings(byte_budget=PEAK_BUDGET // 2)
+    results = size_of(query[..., :VALUE]) * 2  # the blocks' outputs, then all of them together
+    beyond = peak_bytes(lambda: attend_all(query, key, 0.2, VALUE, settings, bounds)) - results
+    assert beyond <= PEAK_BUDGET, f"{beyond} bytes beyond its results"
+    wanted = _plain(
+        query[:, 3],
+        key,
+        key[:, :VALUE],
+        blocked.Visible(bounds=bounds).allowed(slice(0, 640), slice(0, 640)),
+        0.2,
+    )
+    got = attend_all(query, key, 0.2, VALUE, settings, bounds)[:, 3]
+    # fp32, products of 48 terms and sums over up to 640 keys.
+    assert relative_error(got, wanted) <= 2e-6
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[6], CASES[7]], ids=str)

@@ -463,36 +463,13 @@ class Loss(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """out = Attention.apply(q, k, v, chosen, scale, budget).
-
-    q [sq, H, D]; k [sk, D] and v [sk, Dv] shared by all heads, or k [sk, H, D] and v [sk, H, Dv]. Returns
-    [sq, H, Dv], zero for a row without keys. Source: DeepSeek-V3.2 report, section 2.1, equation 2.
-    """
+    """out = Attention.apply(q, k, v, chosen, scale, budget); see `attention_forward`."""
 
     @staticmethod
     def forward(  # noqa: D102  # the class says it
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, scale: float, budget: int
     ) -> Tensor:
-        acc = wide(q, k)
-        sq, heads, _ = q.shape
-        out = torch.zeros(sq, heads, v.size(-1), dtype=v.dtype, device=q.device)
-        lse = torch.full((sq, heads), float("-inf"), dtype=acc, device=q.device)
-        many = v.ndim == 3
-        cut = _attention_cut(q, k, v, chosen, budget, backward=False)
-        for rows, columns in chosen.blocks(cut.rows):
-            for some in _groups(heads, cut.heads):
-                normalizer = _Normalizer((rows.stop - rows.start, some.stop - some.start), q, acc)
-                total = torch.zeros(*normalizer.top.shape, v.size(-1), dtype=acc, device=q.device)
-                for tile in chosen.tiles(rows, columns, cut.keys):
-                    probs, before = normalizer.add(_logits(q[rows], k, tile, some, scale)[0])
-                    values = tile.take(v[:, some] if many else v, acc)
-                    total = total.mul_(before[..., None]) + torch.einsum(
-                        f"qhk,{tile.letters(many)}->qhd", probs, values
-                    )
-                    del probs, values
-                norm = normalizer.total.masked_fill(normalizer.total == 0, 1.0)
-                out[rows, some] = total.div_(norm[..., None]).to(v.dtype)
-                lse[rows, some] = normalizer.lse()
+        out, lse = attention_forward(q, k, v, chosen, scale, budget)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.chosen, ctx.scale, ctx.budget = chosen, scale, budget
         return out
@@ -500,30 +477,75 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         q, k, v, out, lse = ctx.saved_tensors
-        chosen, scale = ctx.chosen, ctx.scale
-        acc = wide(q, k)
-        many = v.ndim == 3
-        dq = torch.zeros(q.shape, dtype=acc, device=q.device)
-        dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
-        cut = _attention_cut(q, k, v, chosen, ctx.budget, backward=True)
-        for rows, columns in chosen.blocks(cut.rows):
-            for some in _groups(q.size(1), cut.heads):
-                query, do = q[rows, some].to(acc), dout[rows, some].to(acc)
-                delta = (do * out[rows, some]).sum(-1, keepdim=True)
-                base = lse[rows, some].masked_fill(lse[rows, some] == float("-inf"), 0.0)
-                own = some if many else None
-                for tile in chosen.tiles(rows, columns, cut.keys):
-                    logits, keys = _logits(q[rows], k, tile, some, scale)
-                    probs = logits.sub_(base[..., None]).exp_()
-                    letters = tile.letters(many)
-                    values = tile.take(v[:, some] if many else v, acc)
-                    tile.add(dv, torch.einsum(f"qhk,qhd->{letters}", probs, do), own)
-                    grad = torch.einsum(f"qhd,{letters}->qhk", do, values).sub_(delta)
-                    grad = grad.mul_(probs).mul_(scale)
-                    del probs, values
-                    dq[rows, some] += torch.einsum(f"qhk,{letters}->qhd", grad, keys)
-                    tile.add(dk, torch.einsum(f"qhk,qhd->{letters}", grad, query), own)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        grads = attention_backward(q, k, v, out, lse, dout, ctx.chosen, ctx.scale, ctx.budget)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None, None
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, scale: float, budget: int
+) -> tuple[Tensor, Tensor]:
+    """Output [sq, H, Dv] in v's type (0 for a row without keys) and log-sum-exp [sq, H] (-inf there).
+
+    q [sq, H, D]; k [sk, D] and v [sk, Dv] shared by all heads, or k [sk, H, D] and v [sk, H, Dv]. Source:
+    DeepSeek-V3.2 report, section 2.1, equation 2.
+    """
+    acc = wide(q, k)
+    sq, heads, _ = q.shape
+    out = torch.zeros(sq, heads, v.size(-1), dtype=v.dtype, device=q.device)
+    lse = torch.full((sq, heads), float("-inf"), dtype=acc, device=q.device)
+    many = v.ndim == 3
+    cut = _attention_cut(q, k, v, chosen, budget, backward=False)
+    for rows, columns in chosen.blocks(cut.rows):
+        for some in _groups(heads, cut.heads):
+            normalizer = _Normalizer((rows.stop - rows.start, some.stop - some.start), q, acc)
+            total = torch.zeros(*normalizer.top.shape, v.size(-1), dtype=acc, device=q.device)
+            for tile in chosen.tiles(rows, columns, cut.keys):
+                probs, before = normalizer.add(_logits(q[rows], k, tile, some, scale)[0])
+                values = tile.take(v[:, some] if many else v, acc)
+                part = torch.einsum(f"qhk,{tile.letters(many)}->qhd", probs, values)
+                total = total.mul_(before[..., None]).add_(part)
+                del probs, values, part
+            norm = normalizer.total.masked_fill(normalizer.total == 0, 1.0)
+            out[rows, some] = total.div_(norm[..., None]).to(v.dtype)
+            lse[rows, some] = normalizer.lse()
+    return out, lse
+
+
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    chosen: Chosen,
+    scale: float,
+    budget: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), in fp32 (or fp64)."""
+    acc = wide(q, k)
+    many = v.ndim == 3
+    dq = torch.zeros(q.shape, dtype=acc, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
+    cut = _attention_cut(q, k, v, chosen, budget, backward=True)
+    for rows, columns in chosen.blocks(cut.rows):
+        for some in _groups(q.size(1), cut.heads):
+            query, do = q[rows, some].to(acc), dout[rows, some].to(acc)
+            delta = (do * out[rows, some]).sum(-1, keepdim=True)
+            base = lse[rows, some].masked_fill(lse[rows, some] == float("-inf"), 0.0)
+            own = some if many else None
+            for tile in chosen.tiles(rows, columns, cut.keys):
+                logits, keys = _logits(q[rows], k, tile, some, scale)
+                probs = logits.sub_(base[..., None]).exp_()
+                letters = tile.letters(many)
+                values = tile.take(v[:, some] if many else v, acc)
+                tile.add(dv, torch.einsum(f"qhk,qhd->{letters}", probs, do), own)
+                grad = torch.einsum(f"qhd,{letters}->qhk", do, values).sub_(delta)
+                grad = grad.mul_(probs).mul_(scale)
+                del probs, values
+                dq[rows, some] += torch.einsum(f"qhk,{letters}->qhd", grad, keys)
+                tile.add(dk, torch.einsum(f"qhk,qhd->{letters}", grad, query), own)
+    return dq, dk, dv
 
 
 def _attention_cut(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, budget: int, *, backward: bool) -> Cut:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv32.dsa.attention import attend
+from dsv32.dsa.attention import attend, attend_all
 from dsv32.dsa.loss import LossInputs, indexer_loss
 from dsv32.dsa.plan import Bounds, causal_bounds, loss_factor
 from dsv32.dsa.selection import select
@@ -193,12 +193,16 @@ def run_fused_dsa_attention(
     rows = _valid_rows(query_valid_rows, b, sq)
     want_loss = loss_coeff > 0 and torch.is_grad_enabled()
     factor = loss_factor(loss_coeff, rows, b * sq, calculate_per_token_loss, query.device)
+    everything = indexer_topk >= sk  # the dense warm-up, or a short sequence: nothing to select
     outs, losses = [], []
     for i in range(b):
         iq, ik, iw = q_indexer[:, i], k_indexer[:, i], indexer_weights[:, i]
-        indices, picked = select(iq, ik, iw, bounds, indexer_topk, settings, relu=use_relu)
-        kv = key[:, i, 0]
-        out, lse = attend(query[:, i], kv, indices, softmax_scale, d_v, settings, bounds)
+        kv, lse, indices, picked = key[:, i, 0], None, None, None
+        if everything:
+            out = attend_all(query[:, i], kv, softmax_scale, d_v, settings, bounds)
+        else:
+            indices, picked = select(iq, ik, iw, bounds, indexer_topk, settings, relu=use_relu)
+            out, lse = attend(query[:, i], kv, indices, softmax_scale, d_v, settings, bounds)
         outs.append(out)
         if want_loss:
             inputs = _loss_inputs(
@@ -214,7 +218,8 @@ def run_fused_dsa_attention(
                 rows,
                 pg_collection,
             )
-            losses.append(indexer_loss(iq, ik, iw, inputs, factor, sparse_loss, settings))
+            sparse = sparse_loss and not everything
+            losses.append(indexer_loss(iq, ik, iw, inputs, factor, sparse, settings))
     output = torch.einsum("sbhc,hdc->sbhd", torch.stack(outs, dim=1), up_v_weight).reshape(sq, b, -1)
     return output, torch.stack(losses).sum() if losses else None
 
@@ -231,9 +236,9 @@ def _loss_inputs(
     scale: float,
     bounds: Bounds,
     relu: bool,
-    lse: Tensor,
-    indices: Tensor,
-    picked: Tensor,
+    lse: Tensor | None,
+    indices: Tensor | None,
+    picked: Tensor | None,
     rows: Tensor | None,
     pg_collection: Any | None,
 ) -> LossInputs:
@@ -243,7 +248,7 @@ def _loss_inputs(
         scale=scale,
         bounds=bounds,
         relu=relu,
-        lse=lse.detach(),
+        lse=None if lse is None else lse.detach(),
         indices=indices,
         picked=picked,
         rows=None if rows is None else rows[i].contiguous(),
