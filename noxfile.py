@@ -71,7 +71,7 @@ def fetch(session: nox.Session) -> None:
 
 @nox.session
 def patch(session: nox.Session) -> None:
-    """Work on a patch series: `edit PKG`, `refresh PKG`, `check [PKG...]`."""
+    """Work on a patch series: `edit PKG`, `refresh PKG`, `check [PKG...]`, `prove [PKG...]`."""
     host(session, "dsv32_image", "patch")
 
 

@@ -28,7 +28,10 @@ def pytest_runtest_makereport(item, call):
         if report.skipped and isinstance(report.longrepr, tuple):
             reason = report.longrepr[2].removeprefix("Skipped: ")
         elif report.failed:
-            reason = (str(call.excinfo.value).splitlines() or [call.excinfo.typename])[0][:200]
+            lines = [line for line in str(call.excinfo.value).splitlines() if line.strip()]
+            # What a rank raised comes as its traceback, of which the last line says what.
+            traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
+            reason = (lines or [call.excinfo.typename])[-1 if traceback else 0][:200]
         item.config.stash[_REPORT].append(
             {
                 "file": item.path.name,

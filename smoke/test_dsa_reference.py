@@ -13,7 +13,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from dsv32 import dsa
-from dsv32.dsa import attention, loss, plan, reference, selection, streaming
+from dsv32.dsa import attention, loss, plan, reference, selection
 from dsv32.dsa.settings import DsaDeclined, Settings, decline
 
 if TYPE_CHECKING:
@@ -325,20 +325,6 @@ def test_non_contiguous_inputs_give_the_same_result() -> None:
     a, _ = attention.SparseAttention.apply(wide[..., ::2], p.kv, indices, SCALE, 16, SMALL, None)
     b, _ = attention.SparseAttention.apply(p.q, p.kv, indices, SCALE, 16, SMALL, None)
     assert torch.equal(a, b)
-
-
-def test_no_block_exceeds_the_byte_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    original = streaming.block_scores
-
-    def spy(q: Tensor, k: Tensor, weights: Tensor, relu: bool) -> Tensor:
-        seen.append(q.size(0) * q.size(1) * k.size(0) * 4)
-        return original(q, k, weights, relu)
-
-    monkeypatch.setattr(streaming, "block_scores", spy)
-    p = make(plan.causal_bounds(200, 200, torch.device("cpu")))
-    selection.select(p.iq, p.ik, p.iw, p.bounds, 6, SMALL)
-    assert len(seen) > 1 and max(seen) <= SMALL.byte_budget
 
 
 def test_a_decline_names_its_reason_and_strict_mode_raises(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,7 @@ def _run(case: Case, **changes: Any) -> torch.Tensor:
     )
 
 
-ABSORBED_SPARSE, ABSORBED_DENSE, FULL_SPARSE = CASES[7], CASES[6], CASES[5]
+ABSORBED_SPARSE, ABSORBED_DENSE, FULL_SPARSE, FULL_DENSE = CASES[7], CASES[6], CASES[5], CASES[4]
 
 
 def test_kernel_backend_may_be_a_module(backend: ModuleType) -> None:
@@ -110,3 +110,21 @@ def test_without_a_backend_nothing_is_said(caplog: pytest.LogCaptureFixture) -> 
         _run(ABSORBED_SPARSE, dsa_kernel_strict=True)
     assert not caplog.records
     assert dsa.dsa_kernels is dsa_kernels
+
+
+@pytest.mark.parametrize("gradients", [True, False], ids=["training", "no-grad"])
+@pytest.mark.parametrize("case", [ABSORBED_SPARSE, ABSORBED_DENSE, FULL_SPARSE, FULL_DENSE], ids=str)
+def test_unfused_module_stands_in_for_the_quadratic_code(
+    case: Case, gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the code of [sq, sk] was called")
+
+    with torch.set_grad_enabled(gradients):
+        plain = _run(case)
+        for name in ("fused_qk_topk_naive", "_unfused_absorbed_dsa_fn", "unfused_dsa_fn"):
+            monkeypatch.setattr(dsa, name, refuse)
+        monkeypatch.setattr(dsa.FusedDSAIndexerLoss, "apply", refuse)
+        streamed = _run(case, dsa_unfused_module="dsv32.dsa.unfused")
+    # fp32 both: softmaxes over some 50 keys and sums of 48 products in another order.
+    torch.testing.assert_close(streamed, plain, rtol=2e-6, atol=2e-6)

@@ -16,6 +16,7 @@ from dsv32_image import doctor as doctor_step
 from dsv32_image import engine as engines
 from dsv32_image import lock as lock_step
 from dsv32_image import patch_cli, resolve_wheels
+from dsv32_image import prove as prove_step
 from dsv32_image.bench import bench_build
 from dsv32_image.config import ARCH, Config, VariantConfig, load_config
 from dsv32_image.errors import FileAccessError, ImageError, UsageError
@@ -24,7 +25,7 @@ from dsv32_image.files import disk_full_is_clear
 from dsv32_image.identity import image_tag
 from dsv32_image.layers import LayerCache, dockerfile_name
 from dsv32_image.lockfile import Dist, read_lock, stale_rows
-from dsv32_image.smoke_step import DRIVER, run_smoke
+from dsv32_image.smoke_step import DRIVER, require_image, run_smoke
 from dsv32_image.stages import BuildRequest, ContextRequest
 from dsv32_image.store import Store, cache_home
 from dsv32_image.ui import Ui
@@ -219,6 +220,38 @@ def smoke(
     )
     if code:
         raise typer.Exit(code)
+
+
+@patch_cli.app.command("prove")
+def prove(
+    packages: Annotated[
+        list[str] | None, typer.Argument(help="Folders under patches/; all by default.")
+    ] = None,
+    *,
+    variant: VariantOption = None,
+    engine: EngineOption = None,
+    no_container: Annotated[
+        bool, typer.Option("--no-container", help="Run the tests in --python instead of the image.")
+    ] = False,
+    python: Annotated[
+        str, typer.Option(help="With --no-container: a Python that has torch and the packages.")
+    ] = sys.executable,
+    jobs: Annotated[int, typer.Option(min=1, help="Test runs at once.")] = min(4, os.cpu_count() or 1),
+    verbose: VerboseOption = False,
+) -> None:
+    """Take each patch out in turn and run the tests its header names; exit 1 when one passes without it."""
+    root, ui = project_root(), Ui(verbose=verbose)
+    if no_container:
+        run = prove_step.run_in_python(python)
+    else:
+        name, runner = _variant(load_config(root), variant, ui), engines.choose(engine)
+        require_image(image_tag(name), name, runner)
+        run = prove_step.run_in_image(runner, image_tag(name))
+    with ui.step("prove", "the tests of each patch, with and without it"):
+        rows = prove_step.prove(root, packages or [], lambda item: locked_source(root, item), run, jobs=jobs)
+    prove_step.show(rows, ui)
+    if any(row.answer == "no" for row in rows):
+        raise typer.Exit(1)
 
 
 @app.command()

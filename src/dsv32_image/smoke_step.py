@@ -97,16 +97,30 @@ def _with_gpus(asked: bool | None, engine: Engine, ui: Ui) -> bool:
     return there
 
 
+def _build_hint(variant: str) -> str:
+    return f"run `nox -s build -- --variant {variant}`"
+
+
+def require_image(tag: str, variant: str, engine: Engine) -> str:
+    """The engine's id of the image of that tag.
+
+    Raises:
+        EngineError: It has none.
+    """
+    image = engine.image_id(tag)
+    if not image:
+        raise EngineError(f"{tag} is not in {engine.name}", hint=_build_hint(variant))
+    return image
+
+
 def require_own_image(root: Path, variant: str, engine: Engine) -> str:
     """The manifest digest of the image built in this folder, if the engine's tag is that image.
 
     Raises:
         EngineError: Nothing was built here, or the tag is another checkout's image or an older one.
     """
-    tag, hint = image_tag(variant), f"run `nox -s build -- --variant {variant}`"
-    image, own = engine.image_id(tag), built(root / "dist" / variant)
-    if not image:
-        raise EngineError(f"{tag} is not in {engine.name}", hint=hint)
+    tag, hint = image_tag(variant), _build_hint(variant)
+    image, own = require_image(tag, variant, engine), built(root / "dist" / variant)
     # Docker with containerd's store names an image by its manifest, others by its config.
     if own is None or image not in (own.config, own.manifest):
         here = own.config if own else "nothing"

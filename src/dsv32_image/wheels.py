@@ -115,7 +115,7 @@ def patch_wheel(source: Path, series_dir: Path, out_dir: Path, *, epoch: int) ->
     files = read_archive(source)
     changed = apply_to_files(files, patches)
     if not is_wheel:
-        changed = _build(changed, source)
+        changed = build_sdist(changed, source)
     upstream = _Upstream.read(changed, source)
     if canonicalize_name(upstream.name) != canonicalize_name(series_dir.name):
         raise WheelError(f"{series_dir}: this series is for another package than {source}, {upstream.name}")
@@ -369,7 +369,7 @@ def _setuptools_version() -> str:
         ) from None
 
 
-def _build(files: Mapping[str, FileState], source: Path) -> dict[str, FileState]:
+def build_sdist(files: Mapping[str, FileState], source: Path) -> dict[str, FileState]:
     """Build a patched sdist by the hook of PEP 517 and read the wheel; its `Generator:` line becomes ours.
 
     Not by `pip wheel` (pip may not be there) nor with the `build` package (it is about isolated environments,

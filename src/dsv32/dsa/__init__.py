@@ -1,7 +1,7 @@
 """DeepSeek Sparse Attention for training: a megatron-core `dsa_kernel_backend` and the operations behind it.
 
 `dsa_kernel_backend: dsv32.dsa` makes megatron-core call the four hooks below. On Hopper they run GPU kernels,
-anywhere else a streaming PyTorch reference with the same blocks, masks and tie rule. `docs/dsa-kernels.md`
+anywhere else PyTorch in blocks of a byte budget, with the same masks and tie rule. `docs/dsa-kernels.md`
 says which kernel runs when and how fast.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv32.dsa import gpu, streaming
+from dsv32.dsa import blocked, gpu
 from dsv32.dsa.plan import Bounds, blocks, bounds_of_indices, even_step, row_step
 from dsv32.dsa.settings import Settings, decline
 
@@ -40,7 +40,9 @@ class SparseAttention(torch.autograd.Function):
         else:
             if q.is_cuda and settings.path != "torch":
                 decline(settings, "sparse attention", reason)
-            out, lse = streaming.attention_forward(q, kv, indices, scale, d_v, settings.byte_budget)
+            out, lse = blocked.attention_forward(
+                q, kv, kv[:, :d_v], _chosen(indices, kv), scale, settings.byte_budget
+            )
         ctx.save_for_backward(q, kv, indices, out, lse)
         ctx.scale, ctx.settings, ctx.bounds = scale, settings, bounds
         ctx.mark_non_differentiable(lse)
@@ -69,6 +71,23 @@ def attend(
     return out, lse
 
 
+def attend_all(q: Tensor, kv: Tensor, scale: float, d_v: int, settings: Settings, bounds: Bounds) -> Tensor:
+    """Attention to every key within the bounds, [sq, H, d_v], a block of rows at a time.
+
+    The indices of a block are a quarter of the byte budget. Where q or kv takes a gradient, backward keeps
+    those of all blocks; in the dense warm-up neither does.
+    """
+    sq, sk = q.size(0), kv.size(0)
+    step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget // 4), 1)
+    outs = []
+    for block in blocks(bounds, step):
+        part = bounds.rows(block.lo, block.hi)
+        slot = torch.arange(max(block.width, 1), dtype=torch.int32, device=q.device)
+        indices = (part.starts[:, None] + slot).masked_fill(slot >= part.lengths()[:, None], -1)
+        outs.append(attend(q[block.lo : block.hi], kv, indices, scale, d_v, settings, part)[0])
+    return torch.cat(outs)
+
+
 def attention_backward(
     q: Tensor,
     kv: Tensor,
@@ -86,10 +105,23 @@ def attention_backward(
     if way is None:
         way = choose_backward(q, kv, indices, settings) if fused else "torch"
     if way == "torch":
-        return streaming.attention_backward(q, kv, indices, out, lse, dout, scale, settings.byte_budget)
+        d_v, chosen = out.size(-1), _chosen(indices, kv)
+        dq, dkv, dv = blocked.attention_backward(
+            q, kv, kv[:, :d_v], out, lse, dout, chosen, scale, settings.byte_budget
+        )
+        dkv[:, :d_v] += dv
+        return dq.to(q.dtype), dkv.to(kv.dtype)
     if way == "atomics":
         return gpu.backward(q, kv, indices, out, lse, dout, scale)
     return tiles_backward(q, kv, indices, out, lse, dout, scale, settings, bounds)
+
+
+def _chosen(indices: Tensor, kv: Tensor) -> blocked.Chosen:
+    """The keys that indices name are those that a row may see."""
+    bounds = Bounds(
+        starts=torch.zeros_like(indices[:, 0]), ends=torch.full_like(indices[:, 0], kv.size(0)), sk=kv.size(0)
+    )
+    return blocked.Chosen(visible=blocked.Visible(bounds=bounds), indices=indices)
 
 
 # Picoseconds of an H200 per (row, visible key, head) of full tiles and per (row, chosen key) of the atomic

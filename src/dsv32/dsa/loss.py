@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsv32.dsa import gpu, selection, streaming
+from dsv32.dsa import blocked, gpu, selection, streaming
 from dsv32.dsa.plan import Bounds, blocks, even_step, row_step
 from dsv32.dsa.settings import Settings, decline
 
@@ -119,31 +119,50 @@ def sparse_loss(
     assert indices is not None and picked is not None and lse is not None
     q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()
     reason = inputs.fused(q, k, settings)
-    if reason is not None and q.is_cuda and settings.path != "torch":
-        decline(settings, "sparse indexer loss", reason)
-    target = sparse_target(inputs, settings, reason is None)
-    _reduce(target, inputs.tp_group)
-    if reason is None:
-        from dsv32.dsa.kernels import kl
+    if reason is not None:
+        return _in_torch(q, k, weights, inputs, factor, settings, need, "sparse indexer loss", reason)
+    from dsv32.dsa.kernels import kl
 
-        per_row, predict = kl.sparse(target, picked, indices, inputs.rows)
-        if need and _cudnn_gradient(q, inputs, settings):
-            idx = gpu.pad_columns(indices, 128)
-            extra = idx.size(1) - indices.size(1)
-            if extra:
-                target, predict = (torch.nn.functional.pad(t, (0, extra)) for t in (target, predict))
-            dq, dw, dk = gpu.indexer_backward(q, k, weights, target, predict, idx, factor)
-            return per_row.sum(), (dq, dk, dw)
-        di = predict.sub_(target)
-    else:
-        valid = indices >= 0
-        if inputs.rows is not None:
-            valid = valid & inputs.rows[:, None]
-        per_row, di = streaming.kl_rows(target, picked, valid)
+    target = sparse_target(inputs, settings)
+    _reduce(target, inputs.tp_group)
+    per_row, predict = kl.sparse(target, picked, indices, inputs.rows)
+    if need and _cudnn_gradient(q, inputs, settings):
+        idx = gpu.pad_columns(indices, 128)
+        extra = idx.size(1) - indices.size(1)
+        if extra:
+            target, predict = (torch.nn.functional.pad(t, (0, extra)) for t in (target, predict))
+        dq, dw, dk = gpu.indexer_backward(q, k, weights, target, predict, idx, factor)
+        return per_row.sum(), (dq, dk, dw)
     total = per_row.sum()
     if not need:
         return total, None
-    return total, _score_gradient(q, k, weights, di, factor, indices, inputs, settings, reason is None)
+    return total, _score_gradient(q, k, weights, predict.sub_(target), factor, indices, inputs, settings)
+
+
+def _in_torch(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    inputs: LossInputs,
+    factor: Tensor,
+    settings: Settings,
+    need: bool,
+    operation: str,
+    reason: str,
+) -> tuple[Tensor, Grads | None]:
+    """Either loss without kernels, within the byte budget."""
+    if q.is_cuda and settings.path != "torch":
+        decline(settings, operation, reason)
+    target = blocked.Target(
+        query=inputs.query, key=inputs.kv, scale=inputs.scale, rows=inputs.rows, group=inputs.tp_group
+    )
+    sparse = operation.startswith("sparse")
+    chosen = blocked.Chosen(
+        visible=blocked.Visible(bounds=inputs.bounds), indices=inputs.indices if sparse else None
+    )
+    return blocked.kl_loss(
+        q, k, weights, target, chosen, factor, settings.byte_budget, relu=inputs.relu, need=need
+    )
 
 
 def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
@@ -151,14 +170,10 @@ def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
     return not settings.deterministic and inputs.relu and gpu.cudnn_dsa() is not None and q.size(1) == 64
 
 
-def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor:
+def sparse_target(inputs: LossInputs, settings: Settings) -> Tensor:
     """Sum over heads of the attention probabilities at the chosen keys, fp32 [sq, topk]."""
     indices, lse = inputs.indices, inputs.lse
     assert indices is not None and lse is not None
-    if not fused:
-        return streaming.sparse_target(
-            inputs.query, inputs.kv, lse, indices, inputs.scale, settings.byte_budget
-        )
     sq, sk, topk = inputs.query.size(0), inputs.kv.size(0), indices.size(1)
     query, heads = _padded(inputs)
     seen = sk - min(sq, sk) / 2
@@ -203,31 +218,22 @@ def _score_gradient(
     indices: Tensor,
     inputs: LossInputs,
     settings: Settings,
-    fused: bool,
 ) -> Grads:
     """Gradient through the scores from factor * di [sq, topk] at the chosen keys, by dense blocks.
 
     No atomics: equal bits from run to run.
     """
+    from dsv32.dsa.kernels import indexer
+
     sq, sk = q.size(0), k.size(0)
     grads = _zeros(q, k, weights)
-    per_row = sk * (8 if fused else 4 * (4 * q.size(1) + 2))
-    step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 128), 128)
+    step = even_step(sq, row_step(sq, sk * 8, settings.byte_budget, 128), 128)
     for block in blocks(inputs.bounds, step):
         if block.width == 0:
             continue
         rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
-        if fused:
-            from dsv32.dsa.kernels import indexer
-
-            dense = indexer.spread(di[rows], indices[rows], factor, block.key_lo, block.width)
-        else:
-            some = indices[rows] >= 0
-            dense = torch.zeros(block.rows, block.width + 1, dtype=di.dtype, device=di.device)
-            where = torch.where(some, indices[rows] - block.key_lo, block.width).long()
-            dense.scatter_(1, where, torch.where(some, di[rows] * factor, torch.zeros_like(di[rows])))
-            dense = dense[:, : block.width]
-        _add_gradient(q, k, weights, dense, inputs, rows, keys, fused, grads)
+        dense = indexer.spread(di[rows], indices[rows], factor, block.key_lo, block.width)
+        _add_gradient(q, k, weights, dense, inputs, rows, keys, grads)
     return grads
 
 
@@ -239,19 +245,13 @@ def _add_gradient(
     inputs: LossInputs,
     rows: slice,
     keys: slice,
-    fused: bool,
     grads: Grads,
 ) -> None:
-    if fused:
-        from dsv32.dsa.kernels import indexer
+    from dsv32.dsa.kernels import indexer
 
-        starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
-        width = keys.stop - keys.start
-        part = indexer.gradient(
-            q[rows], k, weights[rows], dense, starts, ends, keys.start, width, inputs.relu
-        )
-    else:
-        part = streaming.score_gradient(q[rows], k[keys], weights[rows], dense, inputs.relu)
+    starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
+    width = keys.stop - keys.start
+    part = indexer.gradient(q[rows], k, weights[rows], dense, starts, ends, keys.start, width, inputs.relu)
     grads[0][rows], grads[2][rows] = part[0], part[1]
     grads[1][keys] += part[2]
 
@@ -271,58 +271,41 @@ def dense_loss(
     """Sum of KL over rows on all valid keys, and factor times its gradient (dq, dk, dw)."""
     q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()
     reason = inputs.fused(q, k, settings)
-    if reason is not None and q.is_cuda and settings.path != "torch":
-        decline(settings, "dense indexer loss", reason)
-    fused = reason is None
+    if reason is not None:
+        return _in_torch(q, k, weights, inputs, factor, settings, need, "dense indexer loss", reason)
+    from dsv32.dsa.kernels import kl
+
     sq, sk = q.size(0), k.size(0)
-    # Fused: target, scores and the gradient block in fp32, and the parts of dk. Otherwise per-head scores
-    # too.
-    per_row = sk * (16 if fused else 4 * (2 * inputs.query.size(1) + 4 * q.size(1) + 6))
-    step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 128), 128)
+    # Target, scores and the gradient block in fp32, and the parts of dk.
+    step = even_step(sq, row_step(sq, sk * 16, settings.byte_budget, 128), 128)
     grads = _zeros(q, k, weights) if need else None
-    total = torch.zeros((), dtype=streaming.wide(q, k), device=q.device)
+    total = torch.zeros((), dtype=torch.float32, device=q.device)
     for block in blocks(inputs.bounds, step):
         if block.width == 0:
             continue
         rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
-        target, scores = _dense_block(q, k, weights, inputs, rows, keys, fused)
+        target, scores = _dense_block(q, k, weights, inputs, rows, keys)
         _reduce(target, inputs.tp_group)
         row_ok = None if inputs.rows is None else inputs.rows[rows]
         starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
-        if fused:
-            from dsv32.dsa.kernels import kl
-
-            per, di = kl.dense(target, scores, starts, ends, block.key_lo, row_ok, factor)
-        else:
-            valid = _valid(starts, ends, block.key_lo, block.width)
-            per, di = streaming.kl_rows(target, scores, valid if row_ok is None else valid & row_ok[:, None])
-            di = di * factor
+        per, di = kl.dense(target, scores, starts, ends, block.key_lo, row_ok, factor)
         total += per.sum()
         if grads is not None:
-            _add_gradient(q, k, weights, di, inputs, rows, keys, fused, grads)
+            _add_gradient(q, k, weights, di, inputs, rows, keys, grads)
     return total, grads
 
 
-def _valid(starts: Tensor, ends: Tensor, key_lo: int, width: int) -> Tensor:
-    key = torch.arange(key_lo, key_lo + width, device=starts.device)[None]
-    return (key >= starts[:, None]) & (key < ends[:, None])
-
-
 def _dense_block(
-    q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, rows: slice, keys: slice, fused: bool
+    q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor]:
     """(target, scores) of one block, [rows, width].
 
     Columns a row may not see hold anything finite or nothing.
     """
-    starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
-    width = keys.stop - keys.start
-    if not fused:
-        valid = _valid(starts, ends, keys.start, width)
-        target = streaming.dense_target(inputs.query[rows], inputs.kv[keys], valid, inputs.scale)
-        return target, streaming.block_scores(q[rows], k[keys], weights[rows], inputs.relu)
     from dsv32.dsa.kernels import indexer, tiles
 
+    starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
+    width = keys.stop - keys.start
     query, heads = _padded(inputs)
     lse = tiles.statistics(query[rows], inputs.kv, starts, ends, keys.start, width, inputs.scale)
     lse[:, heads:] = float("inf")

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv32.dsa.attention import attend
+from dsv32.dsa.attention import attend, attend_all
 from dsv32.dsa.loss import LossInputs, indexer_loss
-from dsv32.dsa.plan import Bounds, causal_bounds
+from dsv32.dsa.plan import Bounds, causal_bounds, loss_factor
 from dsv32.dsa.selection import select
 from dsv32.dsa.settings import Settings, decline
 
@@ -42,20 +42,6 @@ def _bounds(starts: Tensor, ends: Tensor, sk: int, plain_causal: bool = False) -
         sk=sk,
         causal_offset=0 if plain_causal else None,
     )
-
-
-def _factor(
-    loss_coeff: float, rows: Tensor | None, count: int, per_token: bool, device: torch.device
-) -> Tensor:
-    """What the KL sum is multiplied by.
-
-    The reduction of megatron-core 0.19.2 `reduce_indexer_kl_sum`, times the coefficient.
-    """
-    if per_token:
-        return torch.full((), loss_coeff, dtype=torch.float32, device=device)
-    if rows is not None:
-        return loss_coeff / rows.sum().to(torch.float32).clamp_min(1.0)
-    return torch.full((), loss_coeff / max(count, 1), dtype=torch.float32, device=device)
 
 
 def _valid_rows(rows: Tensor | None, b: int, sq: int) -> Tensor | None:
@@ -118,7 +104,7 @@ def run_fused_qk_topk_with_loss(
     bounds = _bounds(starts, ends, k.size(0))
     b, sq = q.size(1), q.size(0)
     rows = _valid_rows(query_valid_rows, b, sq)
-    factor = _factor(loss_coeff, rows, b * sq, calculate_per_token_loss, q.device)
+    factor = loss_factor(loss_coeff, rows, b * sq, calculate_per_token_loss, q.device)
     found, losses = [], []
     for i in range(b):
         indices, picked = select(q[:, i], k[:, i], weights[:, i], bounds, index_topk, settings, relu=use_relu)
@@ -206,13 +192,17 @@ def run_fused_dsa_attention(
         bounds = _bounds(varlen_starts, varlen_ends, sk, varlen_is_plain_causal)
     rows = _valid_rows(query_valid_rows, b, sq)
     want_loss = loss_coeff > 0 and torch.is_grad_enabled()
-    factor = _factor(loss_coeff, rows, b * sq, calculate_per_token_loss, query.device)
+    factor = loss_factor(loss_coeff, rows, b * sq, calculate_per_token_loss, query.device)
+    everything = indexer_topk >= sk  # the dense warm-up, or a short sequence: nothing to select
     outs, losses = [], []
     for i in range(b):
         iq, ik, iw = q_indexer[:, i], k_indexer[:, i], indexer_weights[:, i]
-        indices, picked = select(iq, ik, iw, bounds, indexer_topk, settings, relu=use_relu)
-        kv = key[:, i, 0]
-        out, lse = attend(query[:, i], kv, indices, softmax_scale, d_v, settings, bounds)
+        kv, lse, indices, picked = key[:, i, 0], None, None, None
+        if everything:
+            out = attend_all(query[:, i], kv, softmax_scale, d_v, settings, bounds)
+        else:
+            indices, picked = select(iq, ik, iw, bounds, indexer_topk, settings, relu=use_relu)
+            out, lse = attend(query[:, i], kv, indices, softmax_scale, d_v, settings, bounds)
         outs.append(out)
         if want_loss:
             inputs = _loss_inputs(
@@ -228,7 +218,8 @@ def run_fused_dsa_attention(
                 rows,
                 pg_collection,
             )
-            losses.append(indexer_loss(iq, ik, iw, inputs, factor, sparse_loss, settings))
+            sparse = sparse_loss and not everything
+            losses.append(indexer_loss(iq, ik, iw, inputs, factor, sparse, settings))
     output = torch.einsum("sbhc,hdc->sbhd", torch.stack(outs, dim=1), up_v_weight).reshape(sq, b, -1)
     return output, torch.stack(losses).sum() if losses else None
 
@@ -245,9 +236,9 @@ def _loss_inputs(
     scale: float,
     bounds: Bounds,
     relu: bool,
-    lse: Tensor,
-    indices: Tensor,
-    picked: Tensor,
+    lse: Tensor | None,
+    indices: Tensor | None,
+    picked: Tensor | None,
     rows: Tensor | None,
     pg_collection: Any | None,
 ) -> LossInputs:
@@ -257,7 +248,7 @@ def _loss_inputs(
         scale=scale,
         bounds=bounds,
         relu=relu,
-        lse=lse.detach(),
+        lse=None if lse is None else lse.detach(),
         indices=indices,
         picked=picked,
         rows=None if rows is None else rows[i].contiguous(),

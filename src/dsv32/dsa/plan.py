@@ -115,3 +115,17 @@ def bounds_of_indices(indices: Tensor, sk: int) -> Bounds:
     ends = torch.where(valid, indices, -1).amax(-1) + 1
     starts = torch.where(valid, indices, sk).amin(-1)
     return Bounds(starts=torch.minimum(starts, ends).int(), ends=ends.int(), sk=sk)
+
+
+def loss_factor(
+    loss_coeff: float, rows: Tensor | None, count: int, per_token: bool, device: torch.device
+) -> Tensor:
+    """What the KL sum is multiplied by.
+
+    The reduction of megatron-core 0.19.2 `reduce_indexer_kl_sum`, times the coefficient.
+    """
+    if per_token:
+        return torch.full((), loss_coeff, dtype=torch.float32, device=device)
+    if rows is not None:
+        return loss_coeff / rows.sum().to(torch.float32).clamp_min(1.0)
+    return torch.full((), loss_coeff / max(count, 1), dtype=torch.float32, device=device)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv32.dsa import gpu, streaming
-from dsv32.dsa.plan import Bounds, blocks, even_step, row_step
+from dsv32.dsa import blocked, gpu
+from dsv32.dsa.plan import Bounds, even_step, row_step
 from dsv32.dsa.settings import Settings, decline
 
 
@@ -29,39 +29,16 @@ def select(
         reason = why_torch(q, k, settings)
         if reason is None and gpu.cudnn_dsa() is None:
             reason = "the cuDNN frontend's DSA (top-k) is not importable"
-        indices = torch.full((sq, count), -1, dtype=torch.int32, device=q.device)
-        picked = torch.full((sq, count), float("-inf"), dtype=streaming.wide(q, k), device=q.device)
-        if sq == 0 or count == 0:
-            return indices, picked
         if reason is not None:
             if q.is_cuda and settings.path != "torch":
                 decline(settings, "indexer top-k", reason)
-            _select_torch(q, k, weights, bounds, relu, settings, indices, picked)
-        else:
+            visible = blocked.Visible(bounds=bounds)
+            return blocked.select(q, k, weights, visible, count, settings.byte_budget, relu=relu)
+        indices = torch.full((sq, count), -1, dtype=torch.int32, device=q.device)
+        picked = torch.full((sq, count), float("-inf"), dtype=torch.float32, device=q.device)
+        if sq and count:
             _select_gpu(q, k, weights, bounds, relu, settings, indices, picked)
     return indices, picked
-
-
-def _select_torch(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    bounds: Bounds,
-    relu: bool,
-    settings: Settings,
-    indices: Tensor,
-    picked: Tensor,
-) -> None:
-    sk, heads = k.size(0), q.size(1)
-    step = even_step(q.size(0), row_step(q.size(0), sk * (heads + 4) * 4, settings.byte_budget), 1)
-    for block in blocks(bounds, step):
-        if block.width == 0:
-            continue
-        rows = slice(block.lo, block.hi)
-        scores = streaming.block_scores(q[rows], k[block.key_lo : block.key_hi], weights[rows], relu)
-        indices[rows], picked[rows] = streaming.block_topk(
-            scores, bounds.starts[rows], bounds.ends[rows], block.key_lo, indices.size(1)
-        )
 
 
 def _select_gpu(

@@ -31,7 +31,7 @@ class Settings:
     strict: raise `DsaDeclined` where the fused path would be left. `DSV32_DSA_STRICT`, default off.
     deterministic: bitwise equal results from run to run. `DSV32_DSA_DETERMINISTIC`; unset follows
         `torch.use_deterministic_algorithms`.
-    path: `auto` uses the GPU kernels where they run; `torch` forces the streaming reference.
+    path: `auto` uses the GPU kernels where they run; `torch` forces PyTorch.
     `DSV32_DSA_PATH`.
     """
 

@@ -132,6 +132,7 @@ def megatron_config(
         "dsa_indexer_loss_coeff": indexer_loss,
         "dsa_indexer_use_sparse_loss": sparse,
         "dsa_indexer_k_norm_epsilon": 1e-6,
+        "dsa_unfused_module": "dsv32.dsa.unfused",  # where no kernel runs: bounded memory
         "moe_layer_freq": [0] * size.dense_layers + [1] * (size.layers - size.dense_layers),
         "num_moe_experts": size.experts,
         "moe_ffn_hidden_size": size.moe_ffn,
