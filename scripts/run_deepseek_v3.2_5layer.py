@@ -119,7 +119,8 @@ def train(  # a command's options are its parameters
     layers: Annotated[
         str,
         typer.Option(
-            help="'te' (Transformer Engine, needs a GPU), 'local' (plain torch), or 'auto': te on a GPU."
+            help="'te' (Transformer Engine, needs a GPU), 'local' (plain torch), or 'auto': te on a GPU "
+            "where it is installed."
         ),
     ] = "auto",
     kernels: Annotated[

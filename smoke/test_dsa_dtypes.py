@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from dsv32.dsa import gpu
+
+if TYPE_CHECKING:
+    import pytest
 
 BF16 = torch.bfloat16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,13 @@ class TrainSettings:
     def resolved(self, *, gpu: bool) -> TrainSettings:
         """With every "auto" decided.
 
-        On a GPU the layers are Transformer Engine's, and attention runs in our kernels where they cover the
+        On a GPU the layers are Transformer Engine's where it is installed (one that is installed and broken
+        is an error, not a reason to do without), and attention runs in our kernels where they cover the
         model: bf16 and the full widths.  On a CPU both are plain torch.
         """
         covered = gpu and self.dtype == "bf16" and self.size == "full"
         choices = {
-            "layers": "te" if gpu else "local",
+            "layers": "te" if gpu and find_spec("transformer_engine") else "local",
             "kernels": "dsv32.dsa" if covered else "none",
         }
         return replace(
