@@ -14,6 +14,12 @@ On several ranks of one host, or under torchrun on several hosts:
   run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run2 --ranks 2 --cp 2
   torchrun --nproc-per-node 8 run_deepseek_v3.2_5layer.py train --size full --dtype bf16 --tp 2 --ep 4 ...
 
+At the real widths on one GPU, with as many experts as fit 141 GB:
+
+\b
+  run_deepseek_v3.2_5layer.py train --size full --experts 16 --dtype bf16 --sequence-length 8192 \
+      --global-batch 1 --optimizer sgd --data /tmp/text --out /tmp/full
+
 The two stages of DeepSeek-V3.2's recipe, each from the other's checkpoint:
 
 \b
@@ -78,6 +84,9 @@ def train(  # a command's options are its parameters
     size: Annotated[
         str, typer.Option(help="'tiny' (CPU) or 'full' (the real widths, 256 experts).")
     ] = "tiny",
+    experts: Annotated[
+        int, typer.Option(help="Fewer experts than the size has, to fit a smaller machine; 0: all.")
+    ] = 0,
     stage: Annotated[
         str,
         typer.Option(
@@ -108,12 +117,25 @@ def train(  # a command's options are its parameters
     indexer_loss: Annotated[float, typer.Option(help="Weight of the indexer's loss; 0 freezes it.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="'fp32' or 'bf16'.")] = "fp32",
     layers: Annotated[
-        str, typer.Option(help="'local' (plain torch) or 'te' (Transformer Engine).")
-    ] = "local",
+        str,
+        typer.Option(
+            help="'te' (Transformer Engine, needs a GPU), 'local' (plain torch), or 'auto': te on a GPU "
+            "where it is installed."
+        ),
+    ] = "auto",
     kernels: Annotated[
-        str, typer.Option(help="'none', 'tilelang', 'cudnn', or a module such as 'dsv32.dsa'.")
-    ] = "none",
-    kernels_strict: Annotated[bool, typer.Option(help="A kernel that declines is an error.")] = False,
+        str,
+        typer.Option(
+            "--dsa-kernel-backend",
+            "--kernels",
+            help="'dsv32.dsa' (our kernels, or another such module), 'tilelang' or 'cudnn' (Megatron's own), "
+            "'none' (plain torch), or 'auto': dsv32.dsa on a GPU with --size full --dtype bf16.",
+        ),
+    ] = "auto",
+    kernels_strict: Annotated[
+        bool,
+        typer.Option(help="A kernel that declines is an error, rather than a warning and a slow step."),
+    ] = True,
     recompute: Annotated[bool, typer.Option(help="Recompute every layer in the backward pass.")] = False,
     seed: Annotated[int, typer.Option(help="Of weights and of the samples' order.")] = 1234,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
@@ -138,6 +160,7 @@ def train(  # a command's options are its parameters
         data=data,
         out=out,
         size=size,
+        experts=experts,
         stage=stage,
         layout=layout,
         parallel=Parallel(tp=tp, cp=cp, ep=ep, pp=pp),

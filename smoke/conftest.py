@@ -80,6 +80,14 @@ def where():
     return f"{inside}, {versions}, {device}, uid {os.getuid()}"
 
 
+@pytest.fixture
+def cpu_only(monkeypatch):
+    """Hide the GPU from Megatron, which moves rotary tables there whatever device the model is on."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 SHARE = Path("/opt/dsv32/share")
 
 

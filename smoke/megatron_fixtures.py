@@ -8,11 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dsv32 import cpu
+from dsv32.mcore.layer_spec import why_no_te
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,9 +32,28 @@ _PRELOAD = [
 ]
 
 
-def on_gpu(world_size: int) -> bool:
-    """Whether each of the ranks gets a GPU of its own."""
-    return torch.cuda.device_count() >= world_size
+def fits(world_size: int) -> bool:
+    """Whether this machine has the ranks: a GPU each where there are GPUs, else processes on the CPU."""
+    return not torch.cuda.is_available() or torch.cuda.device_count() >= world_size
+
+
+def skip_unless_fits(world_size: int) -> None:
+    """Skip the test that needs more GPUs than there are, naming how many are missing.
+
+    Megatron under gloo needs ``dsv32.cpu``, which stays off where there is a GPU.
+    """
+    if not fits(world_size):
+        here = torch.cuda.device_count()
+        pytest.skip(
+            f"{world_size} ranks over NCCL need {world_size} GPUs, {world_size - here} more than here"
+        )
+
+
+def no_te() -> str | None:
+    """Why Transformer Engine's layers cannot run here, or None."""
+    return (
+        why_no_te() if torch.cuda.is_available() else "no CUDA device, which Transformer Engine's layers need"
+    )
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, cpu: bool = False) -> list[Any]:
@@ -40,16 +61,22 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, cpu: bool =
 
     ``work`` must be a module-level function and return something that ``torch.save`` takes.  Ranks are fresh
     processes, so what a test changes in modules there does not leak into the next.  ``cpu`` keeps to gloo and
-    CPU even where there are GPUs, for what is only about the CPU.
+    CPU even where there are GPUs, which the ranks then do not see.  With fewer GPUs than ranks the test is
+    skipped.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; carries its traceback.
     """
-    mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    if not cpu:
+        skip_unless_fits(world_size)
+    # A fork server that has imported a library which opens the GPU cannot serve ranks that use it.
+    gpu = torch.cuda.is_available() and not cpu
+    method = "spawn" if gpu else "forkserver"
+    if not gpu:
+        mp.get_context(method).set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
-        gpu = on_gpu(world_size) and not cpu
         mp.start_processes(
-            _rank, args=(world_size, folder, gpu, (work, args)), nprocs=world_size, start_method="forkserver"
+            _rank, args=(world_size, folder, gpu, (work, args)), nprocs=world_size, start_method=method
         )
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 
@@ -58,6 +85,8 @@ def _rank(
     rank: int, world_size: int, folder: str, gpu: bool, call: tuple[Callable[..., Any], tuple[Any, ...]]
 ) -> None:
     work, args = call
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA's first use in this process
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:

@@ -39,6 +39,7 @@ class Layout:
     optimizer: str = "sgd"
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    te: bool = False  # Transformer Engine's layers rather than plain torch
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -95,7 +96,7 @@ def make_trainer(layout: Layout, device: torch.device, *, learning_rate: float =
         size=TINY,
         parallel=layout.parallel,
         dtype=layout.dtype,
-        local=True,
+        local=not layout.te,
         sparse=layout.sparse,
         settings=layout.settings,
     )

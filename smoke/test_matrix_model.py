@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from megatron_fixtures import relative_error, run_ranks
+from megatron_fixtures import no_te, relative_error, run_ranks, skip_unless_fits
 from model_cases import Layout, Run, train
 
 from dsv32.training.model import Parallel
@@ -103,6 +103,7 @@ def test_layout_equals_one_rank(
     references: dict[str, Run],
     record_property: Callable[[str, Any], None],
 ) -> None:
+    skip_unless_fits(layout.ranks)
     if reference not in references:
         references[reference] = run(REFERENCES[reference])
     one, got = references[reference], run(layout)
@@ -145,6 +146,9 @@ BF16_LAYOUTS = [
     Layout(name="bf16 cp2", dtype=torch.bfloat16, parallel=Parallel(cp=2), **SMOOTH),
     Layout(name="bf16 tp2", dtype=torch.bfloat16, parallel=Parallel(tp=2), **SMOOTH),
     Layout(name="bf16 thd cp2", dtype=torch.bfloat16, thd=True, parallel=Parallel(cp=2), **SMOOTH),
+    Layout(name="bf16 te", dtype=torch.bfloat16, te=True, **SMOOTH),
+    Layout(name="bf16 te thd", dtype=torch.bfloat16, te=True, thd=True, **SMOOTH),
+    Layout(name="bf16 te tp2", dtype=torch.bfloat16, te=True, parallel=Parallel(tp=2), **SMOOTH),
 ]
 
 
@@ -152,6 +156,9 @@ BF16_LAYOUTS = [
 def test_bf16_layout_is_as_near_to_fp32_as_one_rank(
     layout: Layout, references: dict[str, Run], record_property: Callable[[str, Any], None]
 ) -> None:
+    skip_unless_fits(layout.ranks)
+    if layout.te and (missing := no_te()):
+        pytest.skip(missing)
     for dtype in (torch.float32, torch.bfloat16):
         name = f"smooth {dtype} {layout.thd}"
         if name not in references:

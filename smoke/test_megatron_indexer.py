@@ -12,6 +12,8 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 
 from dsv32.mcore.packing import packed_params
 
+pytestmark = pytest.mark.usefixtures("cpu_only")  # tensors of this process, on the CPU
+
 
 def _indexer(**changes: Any) -> dsa.DSAIndexer:
     one = single_groups()

@@ -18,6 +18,8 @@ from dsv32.mcore.packing import packed_params
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.usefixtures("cpu_only")  # tensors of this process, on the CPU
+
 NAME = "smoke_kernels.declining"
 LOGGER = dsa_kernels.__name__
 

@@ -13,6 +13,8 @@ from megatron.core.transformer.enums import AttnMaskType
 if TYPE_CHECKING:
     from megatron.core.transformer.experimental_attention_variant import dsa
 
+pytestmark = pytest.mark.usefixtures("cpu_only")  # tensors of this process, on the CPU
+
 ROWS, BATCH = SBHD_LENGTHS[0], len(SBHD_LENGTHS)
 
 

@@ -218,13 +218,15 @@ def indexer_backward(
     """cuDNN sparse indexer backward of scale * sum(KL): (dq, dw, dk). target is overwritten.
 
     target, predict fp32 [sq, topk], both 0 in slots that do not count; scale: fp32 tensor of one element.
+    weights may be fp32, as the fp32 projection of the indexer gives them: the kernel takes bf16 alone, which
+    rounds them once in dq and dk. The choice of keys and the loss have seen them unrounded.
     """
     sq = q.size(0)
     dsa = cudnn_dsa()
     assert dsa is not None
     got = dsa.indexer_backward_wrapper(
         q[None],
-        weights[None],
+        weights.to(q.dtype)[None],
         k[None],
         target[None],
         predict[None],

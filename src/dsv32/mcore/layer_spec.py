@@ -1,11 +1,13 @@
 """Layer specs for a DSA model, with Transformer Engine or without.
 
-Megatron's own builder insists on Transformer Engine; it is used for
-``transformer_impl="transformer_engine"``.
+With ``transformer_impl="transformer_engine"`` the layers are those of Megatron's own specs for the
+experimental attention variant, but for one: Transformer Engine multiplies fp32 matrices in TF32, and
+quantises every linear layer under its FP8 recipes, so the indexer's ``weights_proj`` is a plain torch layer.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
@@ -23,7 +25,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from dsv32.mcore.local_backend import LocalBackend
+from dsv32.mcore.local_backend import DuplicatedLinear, LocalBackend
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -44,9 +46,7 @@ def block_spec(*, config: MLATransformerConfig, vp_stage: int | None = None) -> 
         vp_stage: stage of an interleaved pipeline, or None.
     """
     if config.transformer_impl != "local":
-        return get_transformer_block_with_experimental_attention_variant_spec(
-            config=config, vp_stage=vp_stage
-        )
+        return _te_block_spec(config=config, vp_stage=vp_stage)
     backend = LocalBackend()
     layers = get_transformer_layer_with_experimental_attention_variant_spec(config=config, backend=backend)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -54,6 +54,24 @@ def block_spec(*, config: MLATransformerConfig, vp_stage: int | None = None) -> 
     return TransformerBlockSubmodules(
         layer_specs=layers[first : first + count], layer_norm=backend.layer_norm(rms_norm=True)
     )
+
+
+def why_no_te() -> str | None:
+    """Why Transformer Engine's layers cannot be built here, or None."""
+    try:
+        import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:  # a missing library, or one of another torch
+        return f"transformer_engine.pytorch cannot be imported: {str(error).splitlines()[0]}"
+    return None
+
+
+def _te_block_spec(*, config: MLATransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's Transformer Engine spec of this stage's layers, with ``weights_proj`` in true fp32."""
+    block = get_transformer_block_with_experimental_attention_variant_spec(config=config, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        core_attention = layer.submodules.self_attention.submodules.core_attention
+        core_attention.submodules.indexer.submodules.linear_weights_proj = DuplicatedLinear
+    return block
 
 
 def mtp_spec(
@@ -66,9 +84,7 @@ def mtp_spec(
     if not config.mtp_num_layers:
         return None
     if config.transformer_impl != "local":
-        block = get_transformer_block_with_experimental_attention_variant_spec(
-            config=config, vp_stage=vp_stage
-        )
+        block = _te_block_spec(config=config, vp_stage=vp_stage)
         return get_gpt_mtp_block_spec(
             config=config, spec=block, use_transformer_engine=True, vp_stage=vp_stage
         )

@@ -47,8 +47,15 @@ def export(device: torch.device, folder: Path, out: Path, data: Path, dtype: str
             f"export on {dist.get_world_size()} ranks", "start it on one rank, without torchrun"
         )
     written = checkpoint.about(folder)["settings"]
-    size, layers, stage = written["size"], written["layers"], written["stage"]
-    settings = TrainSettings(data=data, out=out, size=size, layers=layers, stage=stage, parallel=Parallel())
+    settings = TrainSettings(
+        data=data,
+        out=out,
+        size=written["size"],
+        experts=written["experts"],
+        layers=written["layers"],
+        stage=written["stage"],
+        parallel=Parallel(),
+    )
     corpus = text.load(data)
     settings.parallel.initialize()
     torch.manual_seed(settings.seed)

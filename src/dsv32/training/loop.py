@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ def freeze_all_but_indexer(model: GPTModel) -> int:
 def make_trainer(settings: TrainSettings, corpus: text.Corpus, device: torch.device) -> Trainer:
     """The model of a run with its optimizer, on this rank."""
     logging.getLogger("megatron").setLevel(logging.ERROR)  # a page of notices a rank, none about this run
+    settings = _for_device(settings, device)
     config = megatron_config(
         size=settings.model_size,
         parallel=settings.parallel,
@@ -87,6 +89,15 @@ def make_trainer(settings: TrainSettings, corpus: text.Corpus, device: torch.dev
     )
 
 
+def _for_device(settings: TrainSettings, device: torch.device) -> TrainSettings:
+    """The settings with every "auto" decided, and our kernels told to be as strict as Megatron is."""
+    settings = settings.resolved(gpu=device.type == "cuda")
+    settings.check_device(gpu=device.type == "cuda")
+    if settings.kernels_strict and device.type == "cuda":
+        os.environ["DSV32_DSA_STRICT"] = "1"  # hooks without a config read it; see dsv32.dsa.settings
+    return settings
+
+
 def vocabulary(settings: TrainSettings, corpus: text.Corpus) -> int:
     """Rows of embedding and output layer."""
     needed = max(settings.model_size.vocabulary, corpus.vocabulary)
@@ -120,6 +131,7 @@ def train(device: torch.device, settings: TrainSettings) -> list[StepResult]:
         TrainingError: settings that cannot run (before any work), or a loss that is not finite.
     """
     settings.check(world_size=dist.get_world_size())
+    settings = _for_device(settings, device)
     corpus = text.load(settings.data)
     samples = Samples(
         corpus=corpus,

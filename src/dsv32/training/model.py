@@ -166,6 +166,11 @@ def megatron_config(
         "persist_layer_norm": not local,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": not local,
+        "bias_activation_fusion": not local,
+        # One fp32 copy of the logits rather than three: 129,280 numbers a token are a step's largest array.
+        # Megatron's own kernel; it warns of Transformer Engine's as unstable.
+        "cross_entropy_loss_fusion": not local,
+        "cross_entropy_fusion_impl": "native",
     }
     return MLATransformerConfig(**(fields | dict(settings or {})))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsv32.mcore.layer_spec import why_no_te
 from dsv32.training.errors import TrainingError
 from dsv32.training.model import Parallel
 from dsv32.training.sizes import SIZES, Size
@@ -24,11 +26,14 @@ class TrainSettings:
     ``stage``: ``warmup`` trains the indexer alone, against dense attention and with the loss over all tokens;
     ``sparse`` trains everything with attention to the indexer's top-k.
     ``sequence_length``: rows of a sample.  ``global_batch``: samples of a step over all ranks.
+    ``experts``: fewer experts than the size has, 0 for all of them.
+    ``layers`` and ``kernels``: "auto" is decided by ``resolved``.
     """
 
     data: Path
     out: Path
     size: str = "tiny"
+    experts: int = 0
     stage: str = "sparse"
     layout: str = "thd"
     parallel: Parallel = field(default_factory=Parallel)
@@ -44,9 +49,9 @@ class TrainSettings:
     distributed_optimizer: bool = False
     indexer_loss: float = 1.0
     dtype: str = "fp32"
-    layers: str = "local"
-    kernels: str = "none"
-    kernels_strict: bool = False
+    layers: str = "auto"
+    kernels: str = "auto"
+    kernels_strict: bool = True
     recompute: bool = False
     seed: int = 1234
     save_every: int = 0
@@ -54,13 +59,51 @@ class TrainSettings:
 
     @property
     def model_size(self) -> Size:
-        """The size by its name."""
-        return SIZES[self.size]
+        """The size by its name, with ``experts`` of its experts."""
+        size = SIZES[self.size]
+        return replace(size, experts=self.experts) if self.experts else size
 
     @property
     def row_multiple(self) -> int:
         """Rows of a packed document are a multiple of it: two chunks a cp rank, each whole under tp."""
         return 2 * self.parallel.cp * self.parallel.tp if self.parallel.cp > 1 else self.parallel.tp
+
+    def resolved(self, *, gpu: bool) -> TrainSettings:
+        """With every "auto" decided.
+
+        On a GPU the layers are Transformer Engine's where it is installed (one that is installed and broken
+        is an error, not a reason to do without), and attention runs in our kernels where they cover the
+        model: bf16 and the full widths.  On a CPU both are plain torch.
+        """
+        covered = gpu and self.dtype == "bf16" and self.size == "full"
+        choices = {
+            "layers": "te" if gpu and find_spec("transformer_engine") else "local",
+            "kernels": "dsv32.dsa" if covered else "none",
+        }
+        return replace(
+            self, **{name: value for name, value in choices.items() if getattr(self, name) == "auto"}
+        )
+
+    def check_device(self, *, gpu: bool) -> None:
+        """Refuse what this machine cannot run; for settings that are ``resolved``.
+
+        Raises:
+            TrainingError: naming the setting, what is missing and what to choose instead.
+        """
+        if self.layers == "te":
+            reason = why_no_te() if gpu else "Transformer Engine's layers need a GPU, and there is none here"
+            if reason is not None:
+                raise TrainingError(f"--layers te: {reason}", "use --layers local, which is plain torch")
+        if not gpu and self.kernels in ("tilelang", "cudnn"):
+            raise TrainingError(
+                f"--dsa-kernel-backend {self.kernels}: it needs a GPU, and there is none here",
+                "use none, or dsv32.dsa, which runs on any device",
+            )
+        if gpu and self.kernels != "none" and self.kernels_strict and self.dtype != "bf16":
+            raise TrainingError(
+                f"--dsa-kernel-backend {self.kernels} with --dtype {self.dtype}: GPU kernels are for bf16",
+                "use --dtype bf16, or --no-kernels-strict to let it fall back to torch",
+            )
 
     def check(self, *, world_size: int) -> None:
         """Refuse what cannot run.
@@ -73,7 +116,7 @@ class TrainSettings:
             ("stage", self.stage, STAGES),
             ("layout", self.layout, LAYOUTS),
             ("dtype", self.dtype, tuple(DTYPES)),
-            ("layers", self.layers, ("local", "te")),
+            ("layers", self.layers, ("auto", "local", "te")),
             ("optimizer", self.optimizer, ("adam", "sgd")),
         ):
             if value not in allowed:
@@ -86,6 +129,20 @@ class TrainSettings:
         ):
             if number < 1:
                 raise TrainingError(f"--{name} {number}", "give a number of at least 1")
+        if self.kernels not in ("auto", "none", "tilelang", "cudnn") and "." not in self.kernels:
+            raise TrainingError(
+                f"--dsa-kernel-backend {self.kernels}",
+                "choose one of auto, none, tilelang, cudnn, or a dotted module such as dsv32.dsa",
+            )
+        size = SIZES[self.size]
+        kept = size.groups_kept * self.experts // size.groups
+        if self.experts < 0 or self.experts % size.groups or (self.experts and kept < size.experts_per_token):
+            least = size.experts_per_token * size.groups // size.groups_kept
+            raise TrainingError(
+                f"--experts {self.experts}: a token chooses {size.experts_per_token} of them, "
+                f"from {size.groups_kept} of {size.groups} groups",
+                f"use a multiple of {size.groups} of at least {least}, or 0 for all {size.experts}",
+            )
         try:
             self.parallel.check(
                 size=self.model_size, world_size=world_size, sequence_length=self.sequence_length
