@@ -90,12 +90,12 @@ def test_a_layer_without_a_stage_is_an_error():
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cu130"])
 def test_a_part_ends_where_it_is_told_to(name):
     whole = (ROOT / "docker" / name).read_text()
-    part = stages_from(whole, "megatron", "localhost/part:1", until="transformers")
+    part = stages_from(whole, "transformers", "localhost/part:1", until="megatron")
     assert [line for line in part.splitlines() if line.startswith("FROM")] == [
-        "FROM localhost/part:1 AS megatron",
-        "FROM megatron AS transformers",
+        "FROM localhost/part:1 AS transformers",
+        "FROM transformers AS megatron",
     ]
-    assert stages_from(whole, "megatron", "x", until="dsv32") == stages_from(whole, "megatron", "x")
+    assert stages_from(whole, "transformers", "x", until="dsv32") == stages_from(whole, "transformers", "x")
 
 
 # --- a layer's way into the cache ------------------------------------------------------------------------
