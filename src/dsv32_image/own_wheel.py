@@ -12,6 +12,8 @@ from dsv32_image.wheels import PatchedWheel, pack_wheel, with_record
 if TYPE_CHECKING:
     from pathlib import Path
 
+# The installer puts its own interpreter into the first line.
+_TORCHRUN = b"#!python\nfrom dsv32.torchrun import main\n\nmain()\n"
 _WHEEL = "Wheel-Version: 1.0\nGenerator: dsv32-image\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
@@ -35,6 +37,7 @@ def make_own_wheel(root: Path, out_dir: Path, *, epoch: int) -> PatchedWheel:
         f"Metadata-Version: 2.1\nName: dsv32\nVersion: {version}\n".encode()
     )
     files[f"{info}/WHEEL"] = FileState(_WHEEL.encode())
+    files[f"dsv32-{version}.data/scripts/torchrun"] = FileState(_TORCHRUN, executable=True)
     path = out_dir / f"dsv32-{version}-py3-none-any.whl"
     pack_wheel(with_record(files, info), path, epoch)
     return PatchedWheel(
