@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.experimental_attention_variant import dsa
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron_fixtures import groups_of, relative_error, run_ranks, worst
 
 from dsv32 import cpu
@@ -122,37 +122,59 @@ class _Board:
 
 
 def _pipeline_log(rank: int, device: torch.device) -> tuple[list[float], float]:
-    """Two pipeline stages and three slots: layers 1 and 2 log on the first stage, none on the second."""
+    """Two stages of two context-parallel ranks: the first logs layers 1 and 2 of three, the other none."""
     if device.type == "cpu":
         cpu.install()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, context_parallel_size=2)
     helper, board = dsa.DSAIndexerLossLoggingHelper, _Board()
-    if rank == 0:
+    group = {"reduce_group": parallel_state.get_context_parallel_group()}
+    first = parallel_state.is_pipeline_first_stage()
+
+    def save(layer: int, loss: float) -> None:
+        share = loss / 4 if rank % 2 else 3 * loss / 4  # of a rank's tokens
+        helper.save_loss_to_tracker(torch.tensor(share, device=device), layer, num_layers=3, **group)
+
+    if first:
         for layer, loss in ((1, 0.25), (2, 0.75), (1, 0.25), (2, 0.75)):  # two microbatches
-            helper.save_loss_to_tracker(torch.tensor(loss, device=device), layer, num_layers=3)
+            save(layer, loss)
     helper.reduce_loss_in_tracker(num_layers=3)
     values = helper.tracker["values"].tolist()
     helper.clean_loss_in_tracker()
-    if rank == 0:
-        helper.save_loss_to_tracker(torch.tensor(0.25, device=device), 1, num_layers=3)
-        helper.save_loss_to_tracker(torch.tensor(0.75, device=device), 2, num_layers=3)
+    if first:
+        save(1, 0.25)
+        save(2, 0.75)
     helper.track_indexer_metrics(1.0, 1, board, num_layers=3)
     return values, board.scalars["indexer loss"]
 
 
-def _mtp_slot(rank: int, device: torch.device) -> list[int]:
-    """The slot of the DSA layer inside a multi-token prediction layer behind three decoder layers."""
+def _mtp_slots(rank: int, device: torch.device) -> list[list[float]]:
+    """What two prediction depths of 0.5 log behind three decoder layers: two layers, or one repeated."""
     if device.type == "cpu":
         cpu.install()
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    config = make_config(CASES[0], num_layers=3, mtp_num_layers=1, cp_comm_type="allgather")
-    (spec,) = mtp_spec(config=config).layer_specs
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer = build_module(spec, config=config, layer_number=1, pg_collection=groups)
-    return [module.loss_slot for module in layer.modules() if isinstance(module, dsa.DSAttention)]
+    logged = []
+    for repeated in (False, True):
+        config = make_config(
+            CASES[0],
+            num_layers=3,
+            mtp_num_layers=2,
+            mtp_use_repeated_layer=repeated,
+            cp_comm_type="allgather",
+        )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        block = MultiTokenPredictionBlock(config=config, spec=mtp_spec(config=config), pg_collection=groups)
+        found = [module for module in block.modules() if isinstance(module, dsa.DSAttention)]
+        helper = dsa.DSAIndexerLossLoggingHelper
+        helper.tracker.clear()
+        for attention in found * 2 if repeated else found:
+            helper.save_loss_to_tracker(
+                torch.tensor(0.5), attention.loss_slot, num_layers=5, slots=attention.loss_slots
+            )
+        logged.append(helper.tracker["values"].tolist())
+    return logged
 
 
 def test_logged_loss_has_a_slot_for_mtp_and_spans_the_pipeline() -> None:
-    assert run_ranks(2, _pipeline_log) == [([0.5, 1.5, 0.0], 0.5)] * 2
-    assert run_ranks(1, _mtp_slot) == [[4]]
+    assert run_ranks(4, _pipeline_log) == [([0.5, 1.5, 0.0], 0.5)] * 4
+    assert run_ranks(1, _mtp_slots) == [[[0.0, 0.0, 0.0, 0.5, 0.5]] * 2]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from conftest import SHARE
 from megatron_fixtures import run_ranks
 
 from dsv32.training import checkpoint, text
@@ -239,6 +240,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"micro_batch": 2}, 1, "--micro-batch 2 with --layout thd"),
     ({"steps": 0}, 1, "--steps 0"),
     ({"size": "huge"}, 1, "--size huge"),
+    ({"dtype": "fp16"}, 1, "--dtype fp16: its loss scaling"),
     ({"stage": "warmup", "recompute": True}, 1, "--recompute with --stage warmup"),
     ({"stage": "warmup", "indexer_loss": 0.0}, 1, "--indexer-loss 0"),
     ({"distributed_optimizer": True, "optimizer": "sgd"}, 1, "shards Adam only"),
@@ -317,12 +319,23 @@ def _script(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_script_trains_on_two_ranks_and_says_a_nan_in_one_clear_error(data: Path, tmp_path: Path) -> None:
+def test_script_trains_on_two_ranks_and_under_torchrun_and_says_a_nan_in_one_clear_error(
+    data: Path, tmp_path: Path
+) -> None:
     small = ("--data", data, "--sequence-length", 64, "--global-batch", 2)
     done = _script("train", *small, "--out", tmp_path / "a", "--steps", 1, "--ranks", 2, "--cp", 2)
     assert done.returncode == 0, done.stderr
     assert "step      1  lm loss" in done.stdout
     assert checkpoint.latest(tmp_path / "a") == checkpoint.folder_of(tmp_path / "a", 1)
+
+    # The same run goes on under torchrun, in the image by its plain name.
+    launcher = ["torchrun"] if SHARE.exists() else [sys.executable, "-m", "dsv32.torchrun"]
+    words = ["train", *small, "--out", tmp_path / "a", "--steps", 2, "--cp", 2]
+    command = [*launcher, "--nproc-per-node", 2, SCRIPT, *words]
+    more = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert more.returncode == 0, more.stderr
+    assert "step      2  lm loss" in more.stdout
+    assert checkpoint.latest(tmp_path / "a") == checkpoint.folder_of(tmp_path / "a", 2)
 
     failed = _script(
         "train", *small, "--out", tmp_path / "b", "--steps", 9, "--learning-rate", 1e30, "--warmup-steps", 0

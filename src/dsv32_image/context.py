@@ -119,7 +119,9 @@ def _own_files(
     files.mkdir()
     for tree in plan.config.tree:
         if tree == OWN_PACKAGE:
-            wheel = make_own_wheel(root, folder, epoch=config.epoch)
+            wheel = make_own_wheel(
+                root, folder, epoch=config.epoch, torchrun="torch" in variant.python_from_debs
+            )
             lines.append(f"dsv32=={wheel.version} --hash=sha256:{wheel.sha256}")
             continue
         source = root / tree

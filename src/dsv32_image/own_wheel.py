@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 _WHEEL = "Wheel-Version: 1.0\nGenerator: dsv32-image\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
-def make_own_wheel(root: Path, out_dir: Path, *, epoch: int) -> PatchedWheel:
+def make_own_wheel(root: Path, out_dir: Path, *, epoch: int, torchrun: bool) -> PatchedWheel:
     """Pack `src/dsv32` as it is in the tree; the same sources give the same bytes.
+
+    With `torchrun` it brings a command of that name, for a torch that comes without one.
 
     Not by setuptools: the wheel is a folder and two text files, and its bytes must not depend on the
     version of a build tool.
@@ -35,7 +37,9 @@ def make_own_wheel(root: Path, out_dir: Path, *, epoch: int) -> PatchedWheel:
         f"Metadata-Version: 2.1\nName: dsv32\nVersion: {version}\n".encode()
     )
     files[f"{info}/WHEEL"] = FileState(_WHEEL.encode())
-    files[f"{info}/entry_points.txt"] = FileState(b"[console_scripts]\ndsv32 = dsv32.cli:main\n")
+    commands = ["dsv32 = dsv32.cli:main", *(["torchrun = dsv32.torchrun:main"] if torchrun else [])]
+    text = "[console_scripts]\n" + "".join(f"{line}\n" for line in commands)
+    files[f"{info}/entry_points.txt"] = FileState(text.encode())
     path = out_dir / f"dsv32-{version}-py3-none-any.whl"
     pack_wheel(with_record(files, info), path, epoch)
     return PatchedWheel(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dsv32.torchrun import without_libuv
 from dsv32.training.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ def ranks_given() -> int | None:
 def on_ranks(count: int, work: Callable[..., Any], *args: Any) -> None:  # noqa: ANN401
     """Call ``work(device, *args)`` on every rank: of the launcher, or of ``count`` processes started here.
 
-    torchrun of Debian's torch 2.6 cannot start (it asks for libuv, which that build lacks), hence the second
-    way.  ``work`` is a module-level function.  A ``TrainingError`` on a rank is said once and ends every rank
+    ``work`` is a module-level function.  A ``TrainingError`` on a rank is said once and ends every rank
     with exit status 2.
     """
     if ranks_given() is not None:
@@ -59,6 +59,7 @@ def _rank(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (count or ranks_given() or 1)))
     backend = "nccl" if gpu else "gloo"
     if count is None:
+        without_libuv()
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
         dist.init_process_group(

@@ -111,6 +111,12 @@ class TrainSettings:
         Raises:
             TrainingError: naming the setting, what it is and what it may be.
         """
+        if self.dtype == "fp16":
+            raise TrainingError(
+                "--dtype fp16: its loss scaling goes by steps that overflow and are skipped, and a gradient "
+                "that is not finite ends a run here",
+                "use --dtype bf16, as DeepSeek-V3.2 itself",
+            )
         for name, value, allowed in (
             ("size", self.size, tuple(SIZES)),
             ("stage", self.stage, STAGES),
