@@ -121,7 +121,7 @@ def _layers(
     wanted: list[Locked] = [*lock.tools]
     for plan in missing:
         wanted += [*plan.section.debs, *plan.section.wheels]
-        wanted += lock.compile_tools if plan.jobs else ()
+        wanted += lock.compile_files(request.variant.name) if plan.jobs else ()
     request.fetch(wanted)
     if not found:
         found.append(_base_layer(request, lock, missing[0], scratch, request.engine, ui))
@@ -234,7 +234,7 @@ def clean(root: Path, cache: Path, *, everything: bool) -> list[Path]:
 def _remove(root: Path, cache: Path, *, everything: bool) -> list[Path]:
     doomed = [root / "build", root / "dist"]
     if everything:
-        doomed += [cache / "layers", cache / "sha256", cache / "partial"]
+        doomed += [cache / "layers", cache / "sha256", cache / "partial", cache / "git"]
     removed = [path for path in doomed if path.exists()]
     for path in removed:
         shutil.rmtree(path)
