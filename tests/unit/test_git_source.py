@@ -166,6 +166,24 @@ def test_only_the_one_commit_is_fetched_and_asked_for_once(upstream, repository)
     assert repository.bring(second) == second
 
 
+class OldServer(Repository):
+    """One that gives only what it lists, as git does it before protocol 2."""
+
+    def _git(self, *words, **more):
+        if "--depth=1" in words:
+            raise git_source._GitError("error: Server does not allow request for unadvertised object x")
+        return super()._git(*words, **more)
+
+
+def test_of_an_old_server_all_is_fetched_to_have_one_commit(upstream, tmp_path):
+    upstream.commit({"new.txt": b"x"})
+    repository = OldServer(upstream.url, tmp_path / "cache")
+    assert repository.bring(upstream.first) == upstream.first
+    assert "setup.py" in repository.files(upstream.first, ())
+    with pytest.raises(RefError, match="has no commit"):
+        repository.bring("ab" * 20)
+
+
 def test_a_host_that_does_not_answer_is_said(tmp_path):
     repository = Repository("http://127.0.0.1:9/a.git", tmp_path / "cache")
     for call in (lambda: repository.resolve("main"), lambda: repository.bring("ab" * 20)):
@@ -249,7 +267,9 @@ def test_a_stored_gzip_is_read_back_whatever_its_length():
 def test_the_archive_is_known_byte_for_byte():
     data = git_archive.archive({"a/b.py": FileState(b"x = 1\n"), "ü": FileState(b"", executable=True)}, "t-1")
     # A change here makes every lock with a commit in it unfetchable: it is a new format.
-    assert hashlib.sha256(data).hexdigest() == "70957bbdbc7f73f6f9f9b09ced32d1f5d56a851e05b2582887192f701d10a2fa"
+    assert (
+        hashlib.sha256(data).hexdigest() == "70957bbdbc7f73f6f9f9b09ced32d1f5d56a851e05b2582887192f701d10a2fa"
+    )
 
 
 def test_a_commit_that_changes_only_tests_has_the_same_files_and_another_archive(upstream, tmp_path):
