@@ -86,9 +86,8 @@ def read_metadata(
         raise WheelError(f"{where}: its dependencies are only known to its build backend")
     version = project.get("version") or _dynamic_version(document, files, where, env)
     try:
-        Version(version)
         metadata = SourceMetadata(
-            version=version,
+            version=str(Version(version)),  # as the build backend will write it
             requires_python=str(SpecifierSet(project.get("requires-python", ""))),
             dependencies=_requirements(project.get("dependencies", ())),
             extras={

@@ -240,7 +240,10 @@ def test_a_series_that_does_not_apply_is_said_when_locking(project, capsys):
     assert project.lock("--megatron", project.asked(broken)) == 0
     shown = capsys.readouterr().err
     assert "0001-greet.patch does not apply: megatron/core/mod.py, hunk 1" in shown
-    # The way back is open.
+    # It can be mended on the new source, and the way back is open.
+    assert cli.main(["patch", "edit", "megatron-core"]) == errors.PatchError.exit_code
+    assert "by hand" in capsys.readouterr().err
+    assert (project.root / "work" / "megatron-core" / "megatron" / "core" / "mod.py").read_bytes() == BROKEN
     assert project.lock("--megatron", "0.19.2") == 0
 
 

@@ -333,6 +333,13 @@ def test_dependencies_are_those_of_the_source_with_those_of_asked_extras():
     assert found.requirements(["dev"])[-1] == "extra-lib"
 
 
+def test_the_version_is_written_as_the_wheel_will_have_it():
+    files = {name: FileState(data) for name, data in FILES.items()}
+    text = PYPROJECT.replace('dynamic = ["version"]', 'version = "1.0.0-RC.2"')
+    files["pyproject.toml"] = FileState(text.encode())
+    assert read_metadata("megatron-core", files, "here", ENV).version == "1.0.0rc2"
+
+
 def test_a_version_with_a_part_of_its_own_leaves_no_room_for_the_commit():
     with pytest.raises(WheelError, match=r"0\.20rc1\+unset, which leaves no room"):
         read_metadata("megatron-core", {n: FileState(d) for n, d in FILES.items()}, "here", {})
