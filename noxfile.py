@@ -59,7 +59,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Resolve pyproject.toml to versions.lock (`--check`, `--upgrade [NAME...]`)."""
+    """Resolve pyproject.toml to versions.lock (`--check`, `--upgrade [NAME...]`, `--megatron ...`)."""
     host(session, "dsv32_image", "lock")
 
 

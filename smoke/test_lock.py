@@ -24,7 +24,8 @@ def lock(image_share):
     raw = (image_share / "versions.lock").read_bytes()
     assert hashlib.sha256(raw).hexdigest() == build["lock_digest"]
     document = tomllib.loads(raw.decode())
-    return {"patches": document["patches"], "layers": document["variants"][build["variant"]]}
+    layers = document["variants"][build["variant"]]
+    return {"patches": document["patches"], "git": document.get("git", {}), "layers": layers}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,9 @@ def test_python_distributions_are_exactly_those_of_the_lock(lock, installed, rec
     expected = {}
     for name, dist in locked(lock, "wheels").items():
         series = lock["patches"].get(name)
-        expected[name] = dist["version"] + (f"+dsv32.{series[:8]}" if series else "")
+        # The version of a git commit has a local part already.
+        join = "." if "+" in dist["version"] else "+"
+        expected[name] = dist["version"] + (f"{join}dsv32.{series[:8]}" if series else "")
     found = {name: dist.version for name, dist in installed.items() if name != "dsv32"}
     assert found == expected
     assert "dsv32" in installed
@@ -101,9 +104,12 @@ def test_compiled_distributions_carry_the_marker_of_the_locked_source(lock, inst
     sources = {n: d for n, d in locked(lock, "wheels").items() if d["file"].endswith(".tar.gz")}
     compiled = {name: dist.read_text("dsv32-compiled.json") for name, dist in installed.items()}
     for name, dist in sources.items():
-        if name in lock["patches"]:
+        if name in lock["patches"] and name not in lock["git"]:
             continue  # built from its patched sdist, whose marker has a test of its own
-        assert json.loads(compiled[name])["sdist_sha256"] == dist["sha256"]
+        marker = json.loads(compiled[name])
+        assert marker["sdist_sha256"] == dist["sha256"]
+        if name in lock["git"]:
+            assert marker["git"] == {key: lock["git"][name][key] for key in ("repo", "commit", "tree")}
         record_property(name, dist["version"])
 
 

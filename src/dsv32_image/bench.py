@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv32_image import proc
-from dsv32_image.context import patched_wheels
+from dsv32_image.context import compiled_wheels, patched_wheels
 from dsv32_image.layers import plan_layers
 from dsv32_image.lockfile import read_lock
 from dsv32_image.resolve_wheels import uv_program
@@ -155,7 +155,8 @@ def _bare_wheels(
         ["tar", "-xf", work / "bare.tar", "-C", bare, "./usr", "./lib", "./lib64", "./bin"], check=True
     )
     (work / "bare.tar").unlink()
-    patched = patched_wheels(root, lock, plans, store, work / "patched")
+    compiled = compiled_wheels(plans, store)
+    patched = {**compiled, **patched_wheels(root, lock, plans, store, work / "patched", compiled)}
     names = []
     for plan in plans:
         for dist in plan.section.wheels:

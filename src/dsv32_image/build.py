@@ -140,7 +140,7 @@ def _layers(
     wanted: list[Locked] = [*lock.tools]
     for plan in missing:
         wanted += [*plan.section.debs, *plan.section.wheels]
-        wanted += lock.compile_tools if plan.jobs else ()
+        wanted += lock.compile_files(request.variant.name) if plan.jobs else ()
     request.fetch(wanted)
     by_engine = missing if found else missing[1:]
     context = start_context(request, lock, by_engine, scratch)
@@ -253,7 +253,7 @@ def clean(root: Path, cache: Path, *, everything: bool) -> list[Path]:
 def _remove(root: Path, cache: Path, *, everything: bool) -> list[Path]:
     doomed = [root / "build", root / "dist"]
     if everything:
-        doomed += [cache / "layers", cache / "sha256", cache / "partial"]
+        doomed += [cache / "layers", cache / "sha256", cache / "partial", cache / "git"]
     removed = [path for path in doomed if path.exists()]
     for path in removed:
         refuse_mounts(path)

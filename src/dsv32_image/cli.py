@@ -14,8 +14,8 @@ import typer
 from dsv32_image import build as build_step
 from dsv32_image import doctor as doctor_step
 from dsv32_image import engine as engines
+from dsv32_image import git_pin, patch_cli, resolve_wheels
 from dsv32_image import lock as lock_step
-from dsv32_image import patch_cli, resolve_wheels
 from dsv32_image import prove as prove_step
 from dsv32_image.bench import bench_build
 from dsv32_image.config import ARCH, Config, VariantConfig, load_config
@@ -55,6 +55,14 @@ ArchOption = Annotated[
     list[str] | None,
     typer.Option("--arch", help="Compute capability to compile for, e.g. 9.0; repeat it for several."),
 ]
+MegatronOption = Annotated[
+    str | None,
+    typer.Option(
+        "--megatron",
+        metavar="git+URL@REF|VERSION",
+        help="Build megatron-core from this commit (a tag or branch is looked up once), or take a release.",
+    ),
+]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Take every file from the store, or fail.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="More lines, and a traceback with an error.")]
 
@@ -72,7 +80,13 @@ def prepare(context: typer.Context) -> None:
     def find_source(package: str) -> Path:
         return locked_source(root, package)
 
-    context.obj = patch_cli.Workspace(patches=root / "patches", work=root / "work", find_source=find_source)
+    context.obj = patch_cli.Workspace(
+        patches=root / "patches",
+        work=root / "work",
+        find_source=find_source,
+        is_commit=lambda package: package in read_lock(root).git,
+        commit_source=lambda asked: git_pin.commit_source(load_config(root), asked, Store(cache_home())),
+    )
 
 
 def locked_source(root: Path, package: str) -> Path:
@@ -105,6 +119,7 @@ def lock(
     check: Annotated[
         bool, typer.Option("--check", help="Only say whether versions.lock is stale; exit code 1 if so.")
     ] = False,
+    megatron: MegatronOption = None,
     host: Annotated[
         bool, typer.Option("--host", help="The host's own tools instead: requirements/host.txt.")
     ] = False,
@@ -119,6 +134,8 @@ def lock(
     config = load_config(root)
     if check:
         rows = stale_rows(read_lock(root), config, lock_step.patch_series(root))
+        if megatron is not None:
+            rows += git_pin.moved_rows(read_lock(root), megatron, cache_home())
         if rows:
             ui.table("versions.lock is stale", ("input", "locked", "now"), rows, out=True)
             raise typer.Exit(1)
@@ -128,6 +145,9 @@ def lock(
     if names and not upgrade_all:
         raise UsageError("names alone move nothing", hint=f"nox -s lock -- --upgrade {' '.join(names)}")
     moving = names if upgrade_all else None
+    if megatron is not None:
+        git_pin.lock_megatron(root, megatron, ui, upgrade=moving, store=Store(cache_home()))
+        return
     lock_step.make_lock(root, config, ui, upgrade=moving, store=Store(cache_home()))
 
 

@@ -49,7 +49,7 @@ def compile_if_missing(
     context = folder / "compile-context"
     with ui.step("wheels", f"compiling {job.dist.name} {job.dist.version}"):
         make_context(request.root, request.config, lock, request.variant, (), request.store, folder, context)
-        compile_context(request.root, lock, job, request.store, request.jobs, context)
+        compile_context(request.root, lock, request.variant.name, job, request.store, request.jobs, context)
         tag = f"localhost/dsv32-compile:{job.key[:16]}-{os.getpid()}"
         with temporary_folder(folder / "compile") as work:
             built = compile_wheel(request.root, request.engine, job, parent, context, tag, work)

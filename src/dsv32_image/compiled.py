@@ -23,6 +23,7 @@ from dsv32_image.files import (
     temporary_folder,
     write_atomic,
 )
+from dsv32_image.lockfile import GitDist
 from dsv32_image.wheels import PatchedWheel, repack
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def compile_jobs(
     """What has to be compiled for one layer. `below` are the layers whose headers and libraries it uses."""
     jobs = []
     for dist in section.wheels:
-        if dist.name not in layer.compile:
+        if dist.name not in layer.compile and not isinstance(dist, GitDist):
             continue
         env = {
             "TORCH_CUDA_ARCH_LIST": ";".join(variant.cuda_archs),
@@ -80,7 +81,7 @@ def compile_jobs(
             dist.sha256,
             json.dumps(env, sort_keys=True),
             *(sha256_file(root / "docker" / name) for name in SCRIPTS),
-            *(tool.sha256 for tool in lock.compile_tools),
+            *(tool.sha256 for tool in lock.compile_files(variant.name)),
             *under,
         )
         jobs.append(CompileJob(dist=dist, key=key, env=env))
@@ -122,7 +123,10 @@ class CompiledWheels:
         target = self.home / job.key
         with temporary_folder(target) as folder, disk_full_is_clear(folder):
             marker = {"sdist_sha256": job.dist.sha256, "key": job.key, "env": dict(job.env)}
-            path = repack(built, folder, MARKER, marker, epoch=epoch)
+            git = job.dist if isinstance(job.dist, GitDist) else None
+            if git:
+                marker["git"] = {"repo": git.repo, "commit": git.commit, "tree": git.tree}
+            path = repack(built, folder, MARKER, marker, epoch=epoch, git=git)
             sha256 = sha256_file(path)
             if before and before.sha256 != sha256:
                 kept = target.with_name(f"{target.name}-differs")
@@ -142,10 +146,16 @@ class CompiledWheels:
         return found
 
 
-def compile_context(root: Path, lock: Lock, job: CompileJob, store: Store, jobs: int, context: Path) -> None:
+def compile_context(
+    root: Path, lock: Lock, variant: str, job: CompileJob, store: Store, jobs: int, context: Path
+) -> None:
     """Add to a build context what Dockerfile.compile mounts."""
     folder = context / "compile"
     folder.mkdir()
+    if debs := lock.compile_debs.get(variant):
+        (folder / "debs").mkdir()
+        for deb in debs:
+            store.place(deb, folder / "debs")
     lines = []
     for tool in lock.compile_tools:
         store.place(tool, folder)

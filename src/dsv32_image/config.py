@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ARCH = re.compile(r"[1-9][0-9]?\.[0-9]")
 _SEPARATORS = re.compile(r"[-_.]+")
-_TOOL_KEYS = {"wheels", "debs", "compile"}
+_TOOL_KEYS = {"wheels", "debs", "compile", "compile-debs"}
 _LAYER_KEYS = {"name", "debs", "wheels", "collect", "compile", "remove", "tree"}
 _VARIANT_KEYS = {"summary", "python-from-debs", "leave-out", "compatible-with", "cuda-archs", "layers"}
 _TOP_KEYS = {
@@ -94,6 +94,7 @@ class Config:
     tool_wheels: tuple[str, ...]
     tool_debs: tuple[str, ...]
     compile_wheels: tuple[str, ...]
+    compile_debs: tuple[str, ...] = ()
     compile_env: Mapping[str, Mapping[str, str]]
     variants: tuple[VariantConfig, ...]
     inputs: str
@@ -111,19 +112,18 @@ class Config:
         raise UsageError(f"unknown variant '{name}'", hint=f"choose one of: {known}")
 
 
-def load_config(root: Path) -> Config:
-    """Read pyproject.toml below `root`.
+def load_config(root: Path, text: str | None = None) -> Config:
+    """Read pyproject.toml below `root`, or a text that is to become that file.
 
     Raises:
         ConfigError: The file or the table is missing, or a key is unknown or of the wrong type.
     """
     path = root / "pyproject.toml"
     try:
-        with path.open("rb") as file:
-            document = tomllib.load(file)
+        document = tomllib.loads(path.read_text(encoding="utf-8") if text is None else text)
     except FileNotFoundError:
         raise ConfigError(f"no pyproject.toml in {root}", hint="run from the project's root folder") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"pyproject.toml is not valid TOML: {error}", hint="mend that line") from None
     table = document.get("tool", {}).get("dsv32-image")
     if not isinstance(table, dict):
@@ -180,6 +180,7 @@ def _parse(table: dict[str, Any]) -> Config:
         tool_debs=_strings(tools.get("debs", []), "tools"),
         compile_env=_environments(table.get("compile", {})),
         compile_wheels=_strings(tools.get("compile", []), "tools"),
+        compile_debs=_strings(tools.get("compile-debs", []), "tools"),
         variants=tuple(variants),
         inputs=hashlib.sha256(canonical.encode()).hexdigest(),
     )

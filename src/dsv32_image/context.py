@@ -11,6 +11,7 @@ from dsv32_image.compiled import CompiledWheels
 from dsv32_image.errors import WheelError
 from dsv32_image.files import copy_stream, link_or_copy, temporary_folder, tree_files
 from dsv32_image.layers import TOOLKIT, removed
+from dsv32_image.lockfile import GitDist
 from dsv32_image.own_wheel import make_own_wheel
 from dsv32_image.wheels import PatchedWheel, patch_wheel
 
@@ -27,18 +28,48 @@ _UV_MEMBER = "/scripts/uv"
 OWN_PACKAGE = "src/dsv32"
 
 
+def compiled_wheels(plans: Sequence[LayerPlan], store: Store) -> dict[str, PatchedWheel]:
+    """The wheels that were compiled for these layers, by name.
+
+    Raises:
+        WheelError: One is not in the store.
+    """
+    found = {}
+    for job in (job for plan in plans for job in plan.jobs):
+        wheel = CompiledWheels(store.home).get(job)
+        if wheel is None:
+            raise WheelError(
+                f"{job.dist.file} is not compiled yet, which takes an engine", hint="run `nox -s build` first"
+            )
+        found[job.dist.name] = wheel
+    return found
+
+
 def patched_wheels(
-    root: Path, lock: Lock, plans: Sequence[LayerPlan], store: Store, out: Path
+    root: Path,
+    lock: Lock,
+    plans: Sequence[LayerPlan],
+    store: Store,
+    out: Path,
+    compiled: Mapping[str, PatchedWheel],
 ) -> dict[str, PatchedWheel]:
-    """Step `wheels`: the patched wheel of each locked distribution that has a series, by name."""
+    """Step `wheels`: the patched wheel of each locked distribution that has a series, by name.
+
+    Of one that was compiled the wheel is patched; one of a git commit with offsets, as lines may have moved.
+    """
     found = {}
     for plan in plans:
         for dist in plan.section.wheels:
             if dist.name in lock.patches:
                 with temporary_folder(out / "source") as folder:
-                    source = store.place(dist, folder)
+                    done = compiled.get(dist.name)
+                    source = done.path if done else store.place(dist, folder)
                     found[dist.name] = patch_wheel(
-                        source, root / "patches" / dist.name, out, epoch=lock.epoch
+                        source,
+                        root / "patches" / dist.name,
+                        out,
+                        epoch=lock.epoch,
+                        allow_offset=isinstance(dist, GitDist),
                     )
     return found
 
@@ -61,14 +92,8 @@ def make_context(
         OfflineError, HashMismatchError: See `Store.place`.
         PatchError, WheelError: See `patch_wheel`.
     """
-    ready = patched_wheels(root, lock, plans, store, wheels)
-    for job in (job for plan in plans for job in plan.jobs):
-        wheel = CompiledWheels(store.home).get(job)
-        if wheel is None:
-            raise WheelError(
-                f"{job.dist.file} is not compiled yet, which takes an engine", hint="run `nox -s build` first"
-            )
-        ready[job.dist.name] = wheel
+    compiled = compiled_wheels(plans, store)
+    ready = {**compiled, **patched_wheels(root, lock, plans, store, wheels, compiled)}
     with temporary_folder(out) as folder:
         folder.chmod(0o755)
         _tools(root, config, lock, store, folder / "tools")

@@ -60,6 +60,18 @@ class ResolveError(ImageError):
     exit_code = 14
 
 
+class RefError(ImageError):
+    """A git repository has no such commit, tag or branch, or the name does not say which."""
+
+    exit_code = 15
+
+
+class RefMovedError(ImageError):
+    """A git tag names another commit than when it was locked."""
+
+    exit_code = 16
+
+
 class HashMismatchError(ImageError):
     """A downloaded or stored file does not have the locked sha256."""
 

@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from dsv32_image import resolve_debs, resolve_wheels
+from dsv32_image import git_archive, resolve_debs, resolve_wheels
 from dsv32_image.errors import DownloadError
 from dsv32_image.fetch import Source, fetch_all, make_client
-from dsv32_image.lockfile import Deb, Dist
+from dsv32_image.lockfile import Deb, Dist, GitDist
 from dsv32_image.ui import size
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ def bring(items: Sequence[Locked], config: Config, store: Store, ui: Ui, *, offl
         return
     if offline:
         store.require(items)
+    for dist in (item for item in missing if isinstance(item, GitDist)):
+        with ui.step("fetch", f"{dist.file} from {dist.repo}"):
+            git_archive.remake(dist, store)
+    missing = [item for item in missing if not isinstance(item, GitDist)]
+    if not missing:
+        return
     with ui.step("fetch", f"{len(missing)} files, {size(sum(i.size for i in missing))}"):
         sources = _sources(missing, config)
         start = time.perf_counter()

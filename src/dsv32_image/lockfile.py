@@ -58,6 +58,26 @@ class Dist:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GitDist(Dist):
+    """A distribution that is compiled from the source archive we make of one git commit.
+
+    Attributes:
+        repo: The repository's URL.
+        commit: 40 hex digits.
+        tree: Hash of the commit's tree.
+        source_version: What the source calls itself; `version` has the commit as well.
+        ref: The tag or branch that was asked for when locking, empty for a commit. Nothing is looked up by
+            it but whether a tag moved, when it is locked again.
+    """
+
+    repo: str
+    commit: str
+    tree: str
+    source_version: str
+    ref: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerLock:
     """One section: what one layer is made of."""
 
@@ -76,6 +96,7 @@ class Lock:
     tools: tuple[Dist, ...]
     tool_debs: tuple[Deb, ...] = ()
     compile_tools: tuple[Dist, ...] = ()
+    compile_debs: Mapping[str, tuple[Deb, ...]] = field(default_factory=dict)
     variants: Mapping[str, tuple[LayerLock, ...]]
     digest: str = field(default="", compare=False)
 
@@ -91,6 +112,16 @@ class Lock:
             )
         return self.variants[name]
 
+    @property
+    def git(self) -> dict[str, GitDist]:
+        """The distributions that are compiled from a git commit, by name."""
+        layers = (layer for name in sorted(self.variants) for layer in self.variants[name])
+        return {dist.name: dist for layer in layers for dist in layer.wheels if isinstance(dist, GitDist)}
+
+    def compile_files(self, variant: str) -> tuple[Deb | Dist, ...]:
+        """What a wheel is compiled with, besides the layers below it."""
+        return (*self.compile_tools, *self.compile_debs.get(variant, ()))
+
     def files(self, variant: str | None = None) -> Iterator[Deb | Dist]:
         """Each file to fetch, once, of one variant or of all."""
         seen: set[str] = set()
@@ -100,6 +131,9 @@ class Lock:
             seen.add(item.sha256)
             yield item
         for name in names:
+            # The compiler itself is large, and only a source of git makes use of it.
+            if any(isinstance(dist, GitDist) for layer in self.variant(name) for dist in layer.wheels):
+                yield from self.compile_debs.get(name, ())
             for layer in self.variant(name):
                 files: list[Deb | Dist] = [*layer.debs, *layer.wheels]
                 for file in files:
@@ -112,9 +146,14 @@ def render(lock: Lock) -> str:
     """The text of a lock; the same lock gives the same bytes."""
     lines = [f"schema = {SCHEMA}", f"epoch = {lock.epoch}", f'inputs = "{lock.inputs}"', ""]
     lines += ["[patches]", *(f'{name} = "{sha}"' for name, sha in sorted(lock.patches.items())), ""]
+    if lock.git:
+        lines += ["[git]", *map(_git_line, sorted(lock.git.values(), key=lambda d: d.name)), ""]
     lines += ["[tools.wheels]", *map(_dist_line, sorted(lock.tools, key=lambda d: d.name)), ""]
     lines += ["[tools.debs]", *map(_deb_line, sorted(lock.tool_debs, key=lambda d: d.name)), ""]
     lines += ["[tools.compile]", *map(_dist_line, sorted(lock.compile_tools, key=lambda d: d.name)), ""]
+    for variant, debs in sorted(lock.compile_debs.items()):
+        lines += [f"[tools.compile-debs.{variant}]"]
+        lines += [*map(_deb_line, sorted(debs, key=lambda d: d.name)), ""]
     for variant, layers in sorted(lock.variants.items()):
         for position, layer in enumerate(layers):
             lines += [f"[variants.{variant}.{layer.name}]", f"position = {position}", ""]
@@ -195,13 +234,14 @@ def _parse(document: dict[str, Any], digest: str) -> Lock:
     if document["schema"] != SCHEMA:
         raise ValueError(f"schema {document['schema']}, expected {SCHEMA}")
     variants = {}
+    git = document.get("git", {})
     for name, layers in document.get("variants", {}).items():
         ordered = sorted(layers.items(), key=lambda item: item[1]["position"])
         variants[name] = tuple(
             LayerLock(
                 name=layer,
                 debs=_debs(section.get("debs", {})),
-                wheels=_dists(section.get("wheels", {})),
+                wheels=_dists(section.get("wheels", {}), git),
             )
             for layer, section in ordered
         )
@@ -212,13 +252,23 @@ def _parse(document: dict[str, Any], digest: str) -> Lock:
         tools=_dists(document.get("tools", {}).get("wheels", {})),
         tool_debs=_debs(document.get("tools", {}).get("debs", {})),
         compile_tools=_dists(document.get("tools", {}).get("compile", {})),
+        compile_debs={
+            name: _debs(table) for name, table in document.get("tools", {}).get("compile-debs", {}).items()
+        },
         variants=variants,
         digest=digest,
     )
 
 
-def _dists(table: dict[str, Any]) -> tuple[Dist, ...]:
-    return tuple(Dist(name=name, **body) for name, body in sorted(table.items()))
+def _dists(table: dict[str, Any], git: Mapping[str, Any] | None = None) -> tuple[Dist, ...]:
+    return tuple(_dist(name, body, (git or {}).get(name)) for name, body in sorted(table.items()))
+
+
+def _dist(name: str, body: dict[str, Any], git: dict[str, Any] | None) -> Dist:
+    if git is None:
+        return Dist(name=name, **body)
+    about = {"source_version" if key == "version" else key: value for key, value in git.items()}
+    return GitDist(name=name, **body, **about)
 
 
 def _debs(table: dict[str, Any]) -> tuple[Deb, ...]:
@@ -231,6 +281,19 @@ def _deb_line(deb: Deb) -> str:
 
 def _dist_line(dist: Dist) -> str:
     return _line(dist.name, dist, ("version", "file", "size", "sha256"))
+
+
+def _git_line(dist: GitDist) -> str:
+    pairs = [
+        ("repo", dist.repo),
+        ("commit", dist.commit),
+        ("tree", dist.tree),
+        ("version", dist.source_version),
+    ]
+    pairs += [("ref", dist.ref)] if dist.ref else []
+    return (
+        f"{json.dumps(dist.name)} = {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in pairs)} }}"
+    )
 
 
 def _line(name: str, item: object, keys: tuple[str, ...]) -> str:

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsv32_image.errors import ImageError, PatchError, UsageError
+from dsv32_image.errors import PatchError, UsageError
 from dsv32_image.files import sha256_file, temporary_folder, write_atomic
+from dsv32_image.patch_fit import Row, try_series
 from dsv32_image.patch_repo import PatchRepo, State
 from dsv32_image.patching import (
     REQUIRED_FIELDS,
     SERIES,
-    FileState,
-    Patch,
     apply_series,
     header_fields,
     parse_patch,
-    plan_series,
     read_series,
     series_names,
     series_sha256,
@@ -38,6 +36,8 @@ from dsv32_image.wheels import read_archive, write_files
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+MEGATRON = "megatron-core"
 
 app = typer.Typer(no_args_is_help=True, help="Work on the patches of a package: edit, refresh, check.")
 
@@ -56,6 +56,8 @@ class Workspace:
     patches: Path
     work: Path
     find_source: Callable[[str], Path]
+    is_commit: Callable[[str], bool] = lambda package: False
+    commit_source: Callable[[str], Path] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +76,6 @@ class Refreshed:
     written: tuple[str, ...]
     removed: tuple[str, ...]
     unfinished: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of `check`: `error` is None where the patch applies."""
-
-    package: str
-    patch: str
-    files: int = 0
-    hunks: int = 0
-    result: str
-    error: ImageError | None = None
 
 
 def edit(workspace: Workspace, package: str) -> Edited:
@@ -295,37 +285,28 @@ def check(workspace: Workspace, packages: list[str]) -> list[Row]:
             rows.append(Row(package=package, patch=SERIES, result="malformed", error=error))
             continue
         if patches:
-            rows += _check_series(package, patches, read_archive(workspace.find_source(package)))
+            files = read_archive(workspace.find_source(package))
+            rows += try_series(package, patches, files, allow_offset=workspace.is_commit(package))
         else:
             rows.append(Row(package=package, patch="(none)", result="nothing to apply"))
     return rows
 
 
-def _check_series(package: str, patches: tuple[Patch, ...], files: dict[str, FileState]) -> list[Row]:
-    tree: dict[str, FileState | None] = dict(files)
-    rows: list[Row] = []
-    failed = ""
-    for patch in patches:
-        error: PatchError | None = None
-        result = f"not tried after {failed}"
-        if not failed:
-            try:
-                tree.update(plan_series(tree.get, [patch]).changes)
-                result = "applies"
-            except PatchError as caught:
-                error, failed, result = caught, patch.name, "does not apply"
-        hunks = sum(len(file.hunks) for file in patch.files)
-        rows.append(
-            Row(
-                package=package,
-                patch=patch.name,
-                files=len(patch.files),
-                hunks=hunks,
-                result=result,
-                error=error,
-            )
+def check_commit(workspace: Workspace, asked: str, packages: list[str]) -> list[Row]:
+    """Apply megatron-core's series to the source of a commit, offsets allowed, and say which patches apply.
+
+    Raises:
+        UsageError: Another package is named too, or `asked` is no `git+URL@REF`.
+        ImageError: From `commit_source`.
+    """
+    if set(packages) - {MEGATRON}:
+        raise UsageError(f"--megatron is about {MEGATRON}", "leave the names of other packages out")
+    if workspace.commit_source is None:
+        raise UsageError(
+            "the command line was not given a commit_source", "set it where the Workspace is made"
         )
-    return rows
+    patches = read_series(workspace.patches / MEGATRON)
+    return try_series(MEGATRON, patches, read_archive(workspace.commit_source(asked)), allow_offset=True)
 
 
 def _workspace(context: typer.Context) -> Workspace:
@@ -378,10 +359,14 @@ def check_command(
     packages: Annotated[
         list[str] | None, typer.Argument(help="Folders under patches/; all by default.")
     ] = None,
+    megatron: Annotated[
+        str, typer.Option(metavar="git+URL@REF", help="Only megatron-core's, and on this commit's source.")
+    ] = "",
 ) -> None:
     """Apply every series to its locked source; exit 1 when one does not apply."""
-    ui = Ui()
-    rows = check(_workspace(context), packages or [])
+    ui, workspace = Ui(), _workspace(context)
+    named = packages or []
+    rows = check_commit(workspace, megatron, named) if megatron else check(workspace, named)
     ui.table(
         "patches",
         ("package", "patch", "files", "hunks", "result"),

@@ -26,6 +26,8 @@ from dsv32_image.lockfile import Dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from dsv32_image.git_archive import PinnedSource
+
 _NEVER = "sys_platform == 'never'"
 _NETWORK_WORDS = (
     "Failed to fetch",
@@ -44,7 +46,10 @@ def uv_program() -> str:
 
 
 def resolve_variant(
-    config: Config, variant: VariantConfig, keep: Mapping[str, str]
+    config: Config,
+    variant: VariantConfig,
+    keep: Mapping[str, str],
+    sources: Mapping[str, PinnedSource] | None = None,
 ) -> dict[str, tuple[Dist, ...]]:
     """Resolve all layers of a variant together; the distributions by layer name.
 
@@ -52,23 +57,38 @@ def resolve_variant(
         config: What is asked for.
         variant: The variant to resolve.
         keep: Versions to prefer (name to version): those of the old lock that need not move.
+        sources: By name, those that are compiled from a commit: what they need is resolved in their place.
 
     Raises:
         ResolveError: No set of versions fits.
         DownloadError: The index cannot be reached.
     """
-    wanted = [w for layer in variant.layers for w in layer.wheels]
+    sources = sources or {}
+    pins = {layer.name: [s for w in layer.wheels if (s := _source(w, sources))] for layer in variant.layers}
+    wanted = [line for layer in variant.layers for w in layer.wheels for line in _wanted(w, sources)]
+    # Something else may ask for the one that is pinned; the index's must not come beside it.
+    excluded = [*variant.excluded, *(source.dist.name for found in pins.values() for source in found)]
     if variant.compatible_with:
         # Solved together first; of that solution only what the image needs is taken.
         together = [*wanted, *variant.compatible_with]
-        solved = compile_requirements(config, together, variant.excluded, keep)
+        solved = compile_requirements(config, together, excluded, keep)
         keep = {dist.name: dist.version for dist, _ in solved}
-    pinned = compile_requirements(config, wanted, variant.excluded, keep)
-    layers: dict[str, list[Dist]] = {layer.name: [] for layer in variant.layers}
+    pinned = compile_requirements(config, wanted, excluded, keep)
+    layers: dict[str, list[Dist]] = {name: [s.dist for s in found] for name, found in pins.items()}
     home = _homes(variant)
     for dist, _ in pinned:
         layers[home(dist.name)].append(dist)
     return {name: tuple(items) for name, items in layers.items()}
+
+
+def _source(requirement: str, sources: Mapping[str, PinnedSource]) -> PinnedSource | None:
+    parsed = Requirement(requirement)
+    return sources[normalise(parsed.name)] if parsed.url else None
+
+
+def _wanted(requirement: str, sources: Mapping[str, PinnedSource]) -> list[str]:
+    source = _source(requirement, sources)
+    return source.metadata.requirements(Requirement(requirement).extras) if source else [requirement]
 
 
 def resolve_tools(config: Config) -> tuple[Dist, ...]:

@@ -42,6 +42,8 @@ from dsv32_image.patching import FileState, Patch, plan_series, read_series, ser
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dsv32_image.lockfile import GitDist
+
 FORMAT_VERSION = 1
 """Part of the cache key: raise it when the same input shall give other bytes."""
 
@@ -84,7 +86,9 @@ class PatchedWheel:
     size: int
 
 
-def patch_wheel(source: Path, series_dir: Path, out_dir: Path, *, epoch: int) -> PatchedWheel:
+def patch_wheel(
+    source: Path, series_dir: Path, out_dir: Path, *, epoch: int, allow_offset: bool = False
+) -> PatchedWheel:
     """Apply a series to a wheel or sdist and write the result to `out_dir`, unless it is there already.
 
     Args:
@@ -92,6 +96,7 @@ def patch_wheel(source: Path, series_dir: Path, out_dir: Path, *, epoch: int) ->
         series_dir: `patches/<package>/`.
         out_dir: Folder for the wheel, and for a record by which a later call finds it.
         epoch: Seconds since 1970 that files in the wheel are dated with.
+        allow_offset: See `plan_series`; for a wheel of a git commit.
 
     Raises:
         PatchError: A patch does not apply or the series is malformed.
@@ -106,14 +111,16 @@ def patch_wheel(source: Path, series_dir: Path, out_dir: Path, *, epoch: int) ->
     except OSError as error:
         raise WheelError(f"{source}: cannot be read: {error}", "nox -s fetch") from error
     key = sha256_parts(
-        *(source_sha256, series, str(epoch), str(FORMAT_VERSION)), "" if is_wheel else _setuptools_version()
+        *(source_sha256, series, str(epoch), str(FORMAT_VERSION)),
+        "" if is_wheel else _setuptools_version(),
+        *(["offsets"] if allow_offset else []),
     )
     record = out_dir / f"{canonicalize_name(series_dir.name)}-{key[:16]}.json"
     if found := _lookup(record, key):
         return found
 
     files = read_archive(source)
-    changed = apply_to_files(files, patches)
+    changed = apply_to_files(files, patches, allow_offset=allow_offset)
     if not is_wheel:
         changed = build_sdist(changed, source)
     upstream = _Upstream.read(changed, source)
@@ -127,7 +134,7 @@ def patch_wheel(source: Path, series_dir: Path, out_dir: Path, *, epoch: int) ->
         "series_sha256": series,
         "patches": [{"file": patch.name, "sha256": patch.sha256} for patch in patches],
     }
-    relabelled = _relabel(changed, upstream, local, marker)
+    relabelled = _relabel(changed, upstream, local, MARKER, marker)
     path = out_dir / f"{upstream.stem(local)}-{upstream.tags}.whl"
     try:
         with disk_full_is_clear(out_dir):
@@ -165,13 +172,18 @@ def read_archive(source: Path) -> dict[str, FileState]:
     return files
 
 
-def apply_to_files(files: Mapping[str, FileState], patches: tuple[Patch, ...]) -> dict[str, FileState]:
-    """The files after the series, all hunks exactly where they say.
+def apply_to_files(
+    files: Mapping[str, FileState], patches: tuple[Patch, ...], *, allow_offset: bool = False
+) -> dict[str, FileState]:
+    """The files after the series, all hunks exactly where they say unless an offset is allowed.
 
     Raises:
         PatchError: A patch does not apply.
     """
-    merged: dict[str, FileState | None] = {**files, **plan_series(files.get, patches).changes}
+    merged: dict[str, FileState | None] = {
+        **files,
+        **plan_series(files.get, patches, allow_offset=allow_offset).changes,
+    }
     return {path: state for path, state in merged.items() if state is not None}
 
 
@@ -277,7 +289,11 @@ def _headers(data: bytes) -> dict[str, list[str]]:
 
 
 def _relabel(
-    files: Mapping[str, FileState], upstream: _Upstream, local: str, marker: Mapping[str, object]
+    files: Mapping[str, FileState],
+    upstream: _Upstream,
+    local: str,
+    marker_name: str,
+    marker: Mapping[str, object],
 ) -> dict[str, FileState]:
     """New version, marker and RECORD; the .dist-info and .data folders are named after the version."""
     old, new = upstream.dist_info.removesuffix(".dist-info"), upstream.stem(local)
@@ -295,22 +311,40 @@ def _relabel(
     renamed[f"{folder}/METADATA"] = FileState(
         re.sub(rb"(?mi)^version:[^\r\n]*", b"Version: " + local.encode(), metadata, count=1)
     )
-    renamed[f"{folder}/{MARKER}"] = FileState((json.dumps(marker, indent=1) + "\n").encode())
+    renamed[f"{folder}/{marker_name}"] = FileState((json.dumps(marker, indent=1) + "\n").encode())
     return with_record(renamed, folder)
 
 
-def repack(source: Path, out_dir: Path, name: str, marker: Mapping[str, object], *, epoch: int) -> Path:
-    """Write a wheel anew, sorted and dated, with a marker file in its .dist-info; version and tags stay.
+def repack(
+    source: Path,
+    out_dir: Path,
+    name: str,
+    marker: Mapping[str, object],
+    *,
+    epoch: int,
+    git: GitDist | None = None,
+) -> Path:
+    """Write a wheel anew, sorted and dated, with a marker file in its .dist-info; tags stay.
+
+    So does the version, but that of a commit of git is named after it.
 
     Raises:
-        WheelError: It is damaged or no wheel.
+        WheelError: It is damaged, no wheel, or of a commit: of another version than was locked, or without
+            a compiled module (upstream's build goes on where the compiler failed).
     """
     files = read_archive(source)
     upstream = _Upstream.read(files, source)
-    files[f"{upstream.dist_info}/{name}"] = FileState((json.dumps(marker, indent=1) + "\n").encode())
-    del files[f"{upstream.dist_info}/RECORD"]
-    path = out_dir / f"{upstream.stem(upstream.version)}-{upstream.tags}.whl"
-    pack_wheel(with_record(files, upstream.dist_info), path, epoch)
+    version = git.version if git else upstream.version
+    if git and upstream.version != git.source_version:
+        raise WheelError(
+            f"{git.file}: compiled it calls itself {upstream.version}, locked was {git.source_version}"
+        )
+    if git and not any(path.endswith(".so") for path in files):
+        raise WheelError(
+            f"{git.file}: the wheel holds no compiled module", "see the compiler's log in build/log"
+        )
+    path = out_dir / f"{upstream.stem(version)}-{upstream.tags}.whl"
+    pack_wheel(_relabel(files, upstream, version, name, marker), path, epoch)
     return path
 
 
