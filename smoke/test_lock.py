@@ -109,7 +109,7 @@ def test_compiled_distributions_carry_the_marker_of_the_locked_source(lock, inst
         marker = json.loads(compiled[name])
         assert marker["sdist_sha256"] == dist["sha256"]
         if name in lock["git"]:
-            assert marker["git"] == {key: lock["git"][name][key] for key in ("repo", "commit", "tree")}
+            assert marker["git"] == {key: lock["git"][name][key] for key in ("commit", "tree")}
         record_property(name, dist["version"])
 
 

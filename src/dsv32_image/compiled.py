@@ -125,7 +125,8 @@ class CompiledWheels:
             marker = {"sdist_sha256": job.dist.sha256, "key": job.key, "env": dict(job.env)}
             git = job.dist if isinstance(job.dist, GitDist) else None
             if git:
-                marker["git"] = {"repo": git.repo, "commit": git.commit, "tree": git.tree}
+                # Not from where: another mirror of the repository gives the same wheel.
+                marker["git"] = {"commit": git.commit, "tree": git.tree}
             path = repack(built, folder, MARKER, marker, epoch=epoch, git=git)
             sha256 = sha256_file(path)
             if before and before.sha256 != sha256:

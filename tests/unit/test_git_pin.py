@@ -340,7 +340,7 @@ def test_the_compiled_wheel_is_named_after_the_commit_and_then_patched_at_an_off
     with zipfile.ZipFile(wheel.path) as archive:
         assert b"Version: 0.20rc1+git.0123456789ab\n" in archive.read(f"{info}/METADATA")
         marker = json.loads(archive.read(f"{info}/dsv32-compiled.json"))
-    assert marker["git"] == {"repo": DIST.repo, "commit": DIST.commit, "tree": DIST.tree}
+    assert marker["git"] == {"commit": DIST.commit, "tree": DIST.tree}
 
     config = load_config(project.root)
     layer = LayerLock(name="megatron", wheels=(DIST,))
