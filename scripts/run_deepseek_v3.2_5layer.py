@@ -115,6 +115,11 @@ def train(  # a command's options are its parameters
         bool, typer.Option(help="Shard Adam's state over data- and context-parallel ranks.")
     ] = False,
     indexer_loss: Annotated[float, typer.Option(help="Weight of the indexer's loss; 0 freezes it.")] = 1.0,
+    mtp: Annotated[
+        int,
+        typer.Option(help="Tokens beyond the next to predict, each by a layer more; export leaves them out."),
+    ] = 0,
+    mtp_loss: Annotated[float, typer.Option(help="Weight of their mean loss.")] = 0.3,
     dtype: Annotated[str, typer.Option(help="'fp32' or 'bf16'.")] = "fp32",
     layers: Annotated[
         str,
@@ -175,6 +180,8 @@ def train(  # a command's options are its parameters
         optimizer=optimizer,
         distributed_optimizer=distributed_optimizer,
         indexer_loss=indexer_loss,
+        mtp=mtp,
+        mtp_loss=mtp_loss,
         dtype=dtype,
         layers=layers,
         kernels=kernels,

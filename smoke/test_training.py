@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -147,7 +148,7 @@ RESUMED = [
     ("one-rank", 1, {}),
     ("tp2", 2, {"parallel": Parallel(tp=2)}),
     ("cp2-distributed-optimizer", 2, {"parallel": Parallel(cp=2), "distributed_optimizer": True}),
-    ("pp2-sbhd", 2, {"parallel": Parallel(pp=2), "layout": "sbhd"}),
+    ("pp2-sbhd-mtp", 2, {"parallel": Parallel(pp=2), "layout": "sbhd", "mtp": 1}),
 ]
 
 
@@ -168,6 +169,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     again = replace(whole, out=tmp_path / "again")
     shutil.copytree(checkpoint.folder_of(whole.out, 2), checkpoint.folder_of(again.out, 2))
     assert run_ranks(ranks, _train, again)[0] == losses[2:]
+    for line in read_metrics(whole.out):
+        # Before it has learned anything a model is hardly better than one that knows nothing.
+        assert (0.5 < line.mtp_loss / math.log(320) < 1.5) if whole.mtp else line.mtp_loss == 0
 
 
 def test_warmup_trains_the_indexer_alone_and_hands_over_to_sparse_training(
@@ -243,6 +247,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"dtype": "fp16"}, 1, "--dtype fp16: its loss scaling"),
     ({"stage": "warmup", "recompute": True}, 1, "--recompute with --stage warmup"),
     ({"stage": "warmup", "indexer_loss": 0.0}, 1, "--indexer-loss 0"),
+    ({"stage": "warmup", "mtp": 1}, 1, "--mtp 1 with --stage warmup"),
     ({"distributed_optimizer": True, "optimizer": "sgd"}, 1, "shards Adam only"),
     ({"load": Path("/nowhere")}, 1, "/nowhere does not exist"),
     ({"kernels": "fast"}, 1, "--dsa-kernel-backend fast"),

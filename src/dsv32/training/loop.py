@@ -61,6 +61,8 @@ def make_trainer(settings: TrainSettings, corpus: text.Corpus, device: torch.dev
         settings={
             "dsa_kernel_backend": settings.kernels,
             "dsa_kernel_strict": settings.kernels_strict,
+            "mtp_num_layers": settings.mtp or None,
+            "mtp_loss_scaling_factor": settings.mtp_loss,
             **(_RECOMPUTE if settings.recompute else {}),
             **(_ROUTING_STAYS if settings.stage == "warmup" else {}),
         },
@@ -174,6 +176,7 @@ def train(device: torch.device, settings: TrainSettings) -> list[StepResult]:
                     step=step,
                     lm_loss=result.lm_loss,
                     indexer_loss=result.indexer_loss,
+                    mtp_loss=result.mtp_loss,
                     grad_norm=result.grad_norm,
                     learning_rate=trainer.optimizer.param_groups[0]["lr"],
                     tokens_per_second=result.tokens / (time.monotonic() - began),
@@ -210,6 +213,7 @@ def _refuse_nan(result: StepResult, step: int) -> None:
         for name, value in (
             ("lm loss", result.lm_loss),
             ("indexer loss", result.indexer_loss),
+            ("mtp loss", result.mtp_loss),
             ("gradient norm", result.grad_norm),
         )
         if not math.isfinite(value)

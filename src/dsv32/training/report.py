@@ -29,11 +29,13 @@ class StepLine:
     learning_rate: float
     tokens_per_second: float
     memory_gib: float  # peak of one rank: of the GPU, or of the process where there is none
+    mtp_loss: float = 0.0  # nats a token, mean over the depths; 0 without multi-token prediction
 
     def text(self) -> str:
         """As a person reads it."""
         return (
             f"step {self.step:6d}  lm loss {self.lm_loss:8.4f}  indexer loss {self.indexer_loss:.3e}  "
+            f"{f'mtp loss {self.mtp_loss:8.4f}  ' if self.mtp_loss else ''}"
             f"grad norm {self.grad_norm:8.3f}  lr {self.learning_rate:.2e}  "
             f"{self.tokens_per_second:9.0f} tokens/s  {self.memory_gib:6.2f} GiB"
         )

@@ -25,6 +25,8 @@ class TrainSettings:
 
     ``stage``: ``warmup`` trains the indexer alone, against dense attention and with the loss over all tokens;
     ``sparse`` trains everything with attention to the indexer's top-k.
+    ``mtp``: tokens beyond the next that are predicted, too, each by a layer of its own; ``mtp_loss``: weight
+    of their mean loss (DeepSeek-V3 report, section 4.2: 0.3, later 0.1).
     ``sequence_length``: rows of a sample.  ``global_batch``: samples of a step over all ranks.
     ``experts``: fewer experts than the size has, 0 for all of them.
     ``layers`` and ``kernels``: "auto" is decided by ``resolved``.
@@ -48,6 +50,8 @@ class TrainSettings:
     optimizer: str = "adam"
     distributed_optimizer: bool = False
     indexer_loss: float = 1.0
+    mtp: int = 0
+    mtp_loss: float = 0.3
     dtype: str = "fp32"
     layers: str = "auto"
     kernels: str = "auto"
@@ -174,6 +178,11 @@ class TrainSettings:
             )
         if self.stage == "warmup" and not self.indexer_loss:
             raise TrainingError("--indexer-loss 0 with --stage warmup", "nothing would be trained")
+        if self.mtp < 0 or (self.mtp and self.stage == "warmup"):
+            raise TrainingError(
+                f"--mtp {self.mtp} with --stage {self.stage}",
+                "give 0 or more; the warm-up trains the decoder's indexers alone, add --mtp when it is over",
+            )
         if self.distributed_optimizer and self.optimizer != "adam":
             raise TrainingError("--distributed-optimizer with sgd", "Megatron shards Adam only")
         if self.load is not None and not self.load.is_dir():

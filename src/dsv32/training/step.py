@@ -17,6 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class StepResult:
     indexer_loss: float  # KL nats a token, times its coefficient, mean over layers
     grad_norm: float
     tokens: int
+    mtp_loss: float  # nats a token, mean over the depths of multi-token prediction; 0 without
     skipped: bool  # the optimizer found a gradient that is not finite
 
 
@@ -117,6 +119,7 @@ class Trainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
+        MTPLossLoggingHelper.tracker.clear()
         schedule = get_forward_backward_func()
         return schedule(  # type: ignore[no-any-return]
             forward_step_func=forward_step,
@@ -140,6 +143,7 @@ class Trainer:
             indexer_loss=indexer_loss / tokens,
             grad_norm=float(grad_norm or 0.0),
             tokens=tokens,
+            mtp_loss=self._mtp_loss(len(batches)),
             skipped=not succeeded,
         )
 
@@ -152,6 +156,20 @@ class Trainer:
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
         return total
+
+    def _mtp_loss(self, microbatches: int) -> float:
+        """Mean over depths, microbatches and ranks of the loss a token; collective."""
+        depths = self.config.mtp_num_layers or 0
+        if not depths:
+            return 0.0
+        device = next(self.model.parameters()).device
+        # Stages but the last have seen none.
+        found = MTPLossLoggingHelper.tracker.get("loss_values", torch.zeros(depths, device=device))
+        total = found.double().sum()
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return float(total.item()) / (depths * microbatches * ranks)
 
     def _indexer_loss(self) -> float:
         """Sum over the global batch's rows of the KL loss, mean over layers; collective."""
