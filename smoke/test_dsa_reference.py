@@ -170,36 +170,36 @@ def test_indexer_loss_and_its_gradient_equal_dense_fp64(name: str, sparse: bool,
         torch.testing.assert_close(a.grad, b.grad, **EXACT)
 
 
-def _half_of_the_heads(rank: int, store: str, sparse: bool) -> None:
+def _half_of_the_heads(rank: int, store: str) -> None:
     """One of two tensor-parallel ranks: it has half of the attention heads and all of the indexer."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     p = make(BOUNDS["packed with empty rows"], heads=4)
     indices, picked = selection.select(p.iq, p.ik, p.iw, p.bounds, 6, SMALL)
-    mask = reference.selected_mask(indices, p.bounds.sk) if sparse else allowed(p)
     query = p.q[:, 2 * rank : 2 * rank + 2]
-    _, lse = reference.attention(query, p.kv, mask, SCALE, 16)
-    inputs = loss.LossInputs(
-        query=query, kv=p.kv, scale=SCALE, bounds=p.bounds, lse=lse, indices=indices, picked=picked,
-        tp_group=dist.group.WORLD,
-    )  # fmt: skip
-    leaves = [t.clone().requires_grad_() for t in (p.iq, p.ik, p.iw)]
-    got = loss.indexer_loss(*leaves, inputs, torch.tensor(1.0, dtype=torch.float64), sparse, SMALL)
-    got.backward()
-    ref = [t.clone().requires_grad_() for t in (p.iq, p.ik, p.iw)]
-    want = reference.kl_sum(p.q, p.kv, SCALE, reference.scores(*ref), mask)
-    want.backward()
-    torch.testing.assert_close(got, want, **EXACT)
-    for a, b in zip(leaves, ref, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, **EXACT)
+    for sparse in (True, False):
+        mask = reference.selected_mask(indices, p.bounds.sk) if sparse else allowed(p)
+        _, lse = reference.attention(query, p.kv, mask, SCALE, 16)
+        inputs = loss.LossInputs(
+            query=query, kv=p.kv, scale=SCALE, bounds=p.bounds, lse=lse, indices=indices, picked=picked,
+            tp_group=dist.group.WORLD,
+        )  # fmt: skip
+        leaves = [t.clone().requires_grad_() for t in (p.iq, p.ik, p.iw)]
+        got = loss.indexer_loss(*leaves, inputs, torch.tensor(1.0, dtype=torch.float64), sparse, SMALL)
+        got.backward()
+        ref = [t.clone().requires_grad_() for t in (p.iq, p.ik, p.iw)]
+        want = reference.kl_sum(p.q, p.kv, SCALE, reference.scores(*ref), mask)
+        want.backward()
+        torch.testing.assert_close(got, want, **EXACT)
+        for a, b in zip(leaves, ref, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, **EXACT)
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
-@pytest.mark.parametrize("sparse", [True, False])
-def test_tensor_parallel_ranks_with_half_the_heads_get_the_loss_of_all_heads(
-    sparse: bool, tmp_path: Path
+def test_tensor_parallel_ranks_with_half_the_heads_get_the_sparse_and_dense_loss_of_all_heads(
+    tmp_path: Path,
 ) -> None:
-    torch.multiprocessing.spawn(_half_of_the_heads, (str(tmp_path / "store"), sparse), nprocs=2)
+    torch.multiprocessing.spawn(_half_of_the_heads, (str(tmp_path / "store"),), nprocs=2)
 
 
 def layer(p: Problem, batch: int = 2, **change: object) -> dict[str, object]:

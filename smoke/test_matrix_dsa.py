@@ -37,42 +37,52 @@ WAYS: dict[str, dict[str, Any]] = {
 BUDGET = 1 << 16
 
 
-def _measure(rank: int, device: torch.device, way: str, sizes: list[int]) -> dict[tuple[str, int], Results]:
+def _measure(rank: int, device: torch.device, sizes: list[int]) -> dict[tuple[str, str, int], Results]:
     os.environ["DSV32_DSA_BYTE_BUDGET"] = str(BUDGET)
     groups = {size: groups_of(size) for size in sizes}
     return {
-        (str(case), size): run_megatron(
+        (way, str(case), size): run_megatron(
             case,
             groups[size],
             groups[1],
             device,
             # Not absorbed is Megatron's own path by design; everything else must run in the backend.
             dsa_kernel_strict=case.absorbed,
-            **WAYS[way],
+            **settings,
         )
+        for way, settings in WAYS.items()
         for case in ALL
         for size in sizes
     }
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def measured(request: pytest.FixtureRequest) -> dict[tuple[str, int], Results]:
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, str, int], Results]:
     """Every case on every number of ranks that there are devices for, each way."""
     sizes = [size for size in SIZES if fits(size)]
-    return run_ranks(max(sizes), _measure, request.param, sizes)[0]
+    return run_ranks(max(sizes), _measure, sizes)[0]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Results]:
+    """The reference of every case."""
+    return {str(case): run_reference(case) for case in ALL}
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", ALL, ids=str)
+@pytest.mark.parametrize("way", WAYS)
 def test_context_parallel_ranks_equal_the_fp64_reference(
+    way: str,
     case: Case,
     size: int,
-    measured: dict[tuple[str, int], Results],
+    measured: dict[tuple[str, str, int], Results],
+    wanted: dict[str, Results],
     record_property: Callable[[str, Any], None],
 ) -> None:
     skip_unless_fits(size)
-    got, wanted = measured[str(case), size], run_reference(case)
-    for name in wanted:
-        record_property(name, relative_error(got[name], wanted[name]))
-    error, name = worst(got, wanted)
+    got, reference = measured[way, str(case), size], wanted[str(case)]
+    for name in reference:
+        record_property(name, relative_error(got[name], reference[name]))
+    error, name = worst(got, reference)
     assert error <= AGAINST_FP64, f"{name}: relative error {error:.2e}"

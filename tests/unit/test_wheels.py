@@ -19,6 +19,7 @@ from patch_samples import EDIT, MODULE, SETUP, make_sdist, make_wheel, record_ha
 
 from dsv32_image import wheels
 from dsv32_image.errors import DiskFullError, PatchError, WheelError
+from dsv32_image.own_wheel import make_own_wheel
 from dsv32_image.patching import series_sha256
 from dsv32_image.wheels import MARKER, patch_wheel, read_archive
 
@@ -315,3 +316,12 @@ def test_an_sdist_that_cannot_be_built_says_why(series, tmp_path, setup, expecte
 
 def test_an_sdist_is_read_without_its_top_folder(tmp_path):
     assert sorted(read_archive(make_sdist(tmp_path / "s"))) == ["pkg/__init__.py", "pkg/mod.py", "setup.py"]
+
+
+def test_the_own_wheel_brings_a_torchrun_that_can_be_run(tmp_path):
+    made = make_own_wheel(Path(__file__).parents[2], tmp_path, epoch=EPOCH)
+    with zipfile.ZipFile(made.path) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".data/scripts/torchrun"))
+        # An installer replaces this first line only.
+        assert archive.read(name).startswith(b"#!python\nfrom dsv32.torchrun import main\n")
+        assert archive.getinfo(name).external_attr >> 16 & 0o111
