@@ -38,7 +38,7 @@ COLOURS = {"tilelang": "#bbbbbb", "dsv32.dsa": "#dd7733"}
 NAMES = {"tilelang": "stock Megatron-Core (tilelang)", "dsv32.dsa": "ours (dsv32.dsa)"}
 
 
-def parse(text: str, *, experts: int, optimizer: str) -> Case:
+def parse(text: str, *, experts: int, optimizer: str, layers: str) -> Case:
     """A case from heads:tokens[:vocabulary[:recompute]]."""
     from dsv32.training.full_step import Case
 
@@ -49,7 +49,13 @@ def parse(text: str, *, experts: int, optimizer: str) -> Case:
     heads, tokens, *rest = map(int, numbers)
     more = {"vocabulary": rest[0]} if rest else {}
     return Case(
-        heads=heads, tokens=tokens, experts=experts, optimizer=optimizer, recompute=bool(flags), **more
+        heads=heads,
+        tokens=tokens,
+        experts=experts,
+        optimizer=optimizer,
+        layers=layers,
+        recompute=bool(flags),
+        **more,
     )
 
 
@@ -170,8 +176,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of a backend")
     parser.add_argument("--experts", type=int, default=16, help="of each of the two MoE layers")
     parser.add_argument("--optimizer", default="sgd", choices=("sgd", "adam"))
+    parser.add_argument("--layers", default="te", choices=("te", "local"), help="as in the training script")
     args = parser.parse_args()
-    cases = [parse(text, experts=args.experts, optimizer=args.optimizer) for text in args.cases.split(",")]
+    given = {"experts": args.experts, "optimizer": args.optimizer, "layers": args.layers}
+    cases = [parse(text, **given) for text in args.cases.split(",")]
     if not torch.cuda.is_available():
         sys.exit(
             "error: no GPU here\n  this benchmark times GPU kernels: run it on a machine with a Hopper GPU"
@@ -185,7 +193,7 @@ def main() -> None:
     info = report.environment() | {
         "command": " ".join(["python", *sys.argv]),
         "model": f"3 dense layers, 2 with {args.experts} of 256 experts, every other width DeepSeek-V3.2's",
-        "layers": "Transformer Engine by Megatron's spec, bf16, TP 1, thd, one document of all tokens",
+        "layers": f"{args.layers}, bf16, TP 1, thd, one document of all tokens",
         "optimizer": f"{args.optimizer}, learning rate 0",
     }
     say("\n".join(f"{name}: {value}" for name, value in info.items()))

@@ -60,8 +60,10 @@ def why_no_te() -> str | None:
     """Why Transformer Engine's layers cannot be built here, or None."""
     try:
         import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:  # a missing library, or one of another torch
-        return f"transformer_engine.pytorch cannot be imported: {str(error).splitlines()[0]}"
+    # A missing library, one of another torch, or parts of two versions, which it asserts about.
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        reason = str(error).strip() or type(error).__name__
+        return f"transformer_engine.pytorch cannot be imported: {reason.splitlines()[0]}"
     return None
 
 

@@ -1,7 +1,7 @@
 """A training step of the 5-layer model at the real widths, timed, with a count of the kernels that ran.
 
-For the GPU smoke test and for ``scripts/bench_step.py``: Megatron's Transformer Engine layers, bf16, one
-rank, packed sequences (thd), random tokens and random weights. Experts are as few as fit one card; every
+For the GPU smoke test and for ``scripts/bench_step.py``: bf16, one rank, packed sequences (thd), random
+tokens and random weights. Experts are as few as fit one card; every
 other width is DeepSeek-V3.2's, unless a case asks for one rank's share of tensor parallelism.
 """
 
@@ -50,6 +50,8 @@ class Case:
     vocabulary: rows of embedding and output layer.
     optimizer: ``adam`` (fp32 master weight, mean, variance) or ``sgd`` (fp32 master weight).
     recompute: every layer in the backward pass.
+    layers: ``te`` or ``local``, as in the training script.
+    base: the model of which heads, experts and vocabulary are replaced.
     """
 
     heads: int = FULL.heads
@@ -58,6 +60,8 @@ class Case:
     vocabulary: int = FULL.vocabulary
     optimizer: str = "sgd"
     recompute: bool = False
+    layers: str = "te"
+    base: Size = FULL
     documents: tuple[int, ...] = ()
 
     @property
@@ -68,7 +72,7 @@ class Case:
     @property
     def size(self) -> Size:
         """The model; a case with fewer heads is not cut elsewhere."""
-        return replace(FULL, heads=self.heads, experts=self.experts, vocabulary=self.vocabulary)
+        return replace(self.base, heads=self.heads, experts=self.experts, vocabulary=self.vocabulary)
 
 
 @dataclass(kw_only=True)
@@ -103,8 +107,9 @@ def make(case: Case, device: torch.device, *, seed: int = 1234, learning_rate: f
         size=case.size,
         parallel=Parallel(),
         dtype=torch.bfloat16,
-        local=False,
+        local=case.layers == "local",
         settings={
+            "use_cpu_initialization": False,
             "dsa_kernel_backend": "dsv32.dsa",
             "dsa_kernel_strict": True,
             "moe_router_bias_update_rate": 0.0,  # moves the routers whatever the learning rate
@@ -141,6 +146,9 @@ def make_batch(case: Case, device: torch.device, *, seed: int = 3) -> Batch:
 @contextlib.contextmanager
 def counted(backend: str, measured: Measured) -> Iterator[None]:
     """Count what the backend's hooks answer and decline, while this lasts."""
+    if backend == "none":
+        yield
+        return
     module = import_module(backend if "." in backend else _MEGATRONS.format(backend))
     originals = {name: getattr(module, name) for name in HOOKS if hasattr(module, name)}
 
@@ -180,7 +188,7 @@ def measure(
     result: StepResult | None = None
     with counted(backend, measured):
         for number in range(repeats + 1):
-            if number == 1:
+            if number == 1 and torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
             began = time.perf_counter()
