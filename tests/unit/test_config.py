@@ -62,7 +62,10 @@ def test_a_mistake_is_named(tmp_path, change, word):
     [
         (('wheels = ["einops"]', 'weels = ["einops"]'), "unknown key 'weels'; did you mean 'wheels'?"),
         (("epoch = 100", "epoch = 100\ndpkg_exclude = []"), "'dpkg_exclude'; did you mean 'dpkg-exclude'?"),
-        (('wheels = ["einops"]', "colour = 1"), "'colour' (known: collect, debs, name, tree, wheels)"),
+        (
+            ('wheels = ["einops"]', "colour = 1"),
+            "'colour' (known: collect, compile, debs, name, remove, tree, wheels)",
+        ),
     ],
 )
 def test_a_mistyped_key_is_told_what_was_meant(tmp_path, change, words):

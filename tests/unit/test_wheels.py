@@ -318,10 +318,11 @@ def test_an_sdist_is_read_without_its_top_folder(tmp_path):
     assert sorted(read_archive(make_sdist(tmp_path / "s"))) == ["pkg/__init__.py", "pkg/mod.py", "setup.py"]
 
 
-def test_the_own_wheel_brings_a_torchrun_that_can_be_run(tmp_path):
-    made = make_own_wheel(Path(__file__).parents[2], tmp_path, epoch=EPOCH)
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_the_own_wheel_brings_a_torchrun_where_torch_has_none_that_starts(tmp_path, torchrun):
+    made = make_own_wheel(Path(__file__).parents[2], tmp_path, epoch=EPOCH, torchrun=torchrun)
     with zipfile.ZipFile(made.path) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".data/scripts/torchrun"))
-        # An installer replaces this first line only.
-        assert archive.read(name).startswith(b"#!python\nfrom dsv32.torchrun import main\n")
-        assert archive.getinfo(name).external_attr >> 16 & 0o111
+        commands = archive.read(f"dsv32-{made.version}.dist-info/entry_points.txt").decode()
+        assert "dsv32/torchrun.py" in archive.namelist()
+    assert "dsv32 = dsv32.cli:main\n" in commands
+    assert ("torchrun = dsv32.torchrun:main\n" in commands) == torchrun
