@@ -63,7 +63,8 @@ def attention_kernels(heads: int) -> None:
     assert torch.equal(torch.isinf(got), torch.isinf(lse))
     close(got.nan_to_num(0, 0, 0), lse.nan_to_num(0, 0, 0), "statistics")
     probs = torch.exp(logits - lse.nan_to_num(0, 0, 0)[..., None]) * valid[:, None]
-    close(tiles.target(q, kv, tiles.base2(got), starts, ends, 0, sk, scale), probs.sum(1), "target")
+    target = tiles.target(q, kv, tiles.base2(got), starts, ends, 0, sk, scale)
+    close(torch.where(valid, target, 0.0), probs.sum(1), "target")
 
     indices = ref.topk(torch.rand(tokens, sk, dtype=torch.float64), valid, 32)
     indices = torch.where(torch.rand(indices.shape) < 0.2, -1, indices).int()
@@ -93,6 +94,66 @@ def attention_kernels(heads: int) -> None:
     for row, got_row, count in zip(indices.tolist(), part.tolist(), length.tolist(), strict=True):
         inside = [j - 40 for j in row if 40 <= j < 90]
         assert got_row == inside + [-1] * (32 - len(inside)) and count == len(inside)
+
+
+def pair_kernels() -> None:
+    from dsv32.dsa import attention, loss
+    from dsv32.dsa import reference as ref
+    from dsv32.dsa.kernels import pairs
+    from dsv32.dsa.plan import causal_bounds
+    from dsv32.dsa.settings import Settings
+
+    rows, sk, topk, scale = 40, 90, 24, 192**-0.5
+    q, kv, do = torch.randn(rows, 24, 576) * 0.3, torch.randn(sk, 576) * 0.3, torch.randn(rows, 24, 512)
+    bounds = causal_bounds(rows, sk, q.device)
+    valid = ref.valid_mask(bounds.starts, bounds.ends, sk)
+    valid[5] = False
+    indices = ref.topk(torch.rand(rows, sk, dtype=torch.float64), valid, topk)
+    chosen = ref.selected_mask(indices, sk)
+
+    found = pairs.inverse(indices, sk, 32)
+    assert torch.equal(found.place >= 0, indices >= 0)
+    for block in range(2):
+        lo, hi = block * 32, min(rows, block * 32 + 32)
+        order = [(int(j), t, c) for t in range(lo, hi) for c, j in enumerate(indices[t]) if j >= 0]
+        for place, (_, t, c) in enumerate(sorted(order)):
+            assert found.place[t, c] == place
+        per_key = chosen[lo:hi].sum(0).cumsum(0)
+        assert torch.equal(found.offsets[block, 1:].long(), per_key) and found.offsets[block, 0] == 0
+
+    leaves = [t.double().requires_grad_() for t in (q, kv)]
+    out, lse = ref.attention(*leaves, chosen, scale, 512)
+    out.backward(do.double())
+    small = Settings(byte_budget=32 * topk * 576 * 4)  # one block holds 32 rows
+    got = attention.pairs_backward(
+        q, kv, indices, out.detach().float(), lse.detach().float(), do, scale, small
+    )
+    for name, mine, leaf in zip(("dq", "dkv"), got, leaves, strict=True):
+        close(mine, leaf.grad, name + " by pairs")
+
+    for relu in (True, False):
+        iq, ik, iw = torch.randn(rows, 16, 128), torch.randn(sk, 128), torch.randn(rows, 16)
+        di = torch.randn(rows, topk) * (indices >= 0)
+        dense = torch.zeros(rows, sk + 1, dtype=torch.float64)
+        dense.scatter_(1, torch.where(indices >= 0, indices, sk).long(), di.double())
+        leaves = [t.double().requires_grad_() for t in (iq, ik, iw)]
+        (ref.scores(*leaves, relu) * dense[:, :sk] * 0.7).sum().backward()
+        inputs = loss.LossInputs(query=q, kv=kv, scale=scale, bounds=bounds, relu=relu, indices=indices)
+        grads = loss._score_gradient_by_pairs(
+            iq, ik, iw, di, torch.tensor(0.7), indices, inputs, Settings(byte_budget=1 << 19)
+        )
+        for name, mine, leaf in zip(("dq", "dk", "dw"), grads, leaves, strict=True):
+            close(mine, leaf.grad, name + " by pairs")
+
+
+def fp8_kernels() -> None:
+    from dsv32.dsa import streaming
+    from dsv32.dsa.kernels import indexer
+
+    x = torch.randn(50, 4, 128) * torch.randn(50, 4, 1).exp()
+    x[3], x[4, 0, :] = 0.0, 448.0
+    # The interpreter cuts fp32 to fp8 where the GPU rounds: only the scales are compared here.
+    assert torch.equal(indexer.quantise(x)[1], streaming.quantise(x)[1][..., 0])
 
 
 def indexer_kernels(heads: int, relu: bool) -> None:
@@ -149,3 +210,5 @@ if __name__ == "__main__":
         attention_kernels(n)
     for n, relu in ((16, True), (64, True), (8, False)):
         indexer_kernels(n, relu)
+    pair_kernels()
+    fp8_kernels()

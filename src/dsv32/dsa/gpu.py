@@ -44,6 +44,13 @@ def have_triton() -> bool:
     return True
 
 
+def nvrtc_missing() -> bool:
+    """Whether the compiler of the CUDA C++ kernels is not to be found."""
+    from dsv32.dsa.kernels import cuda
+
+    return cuda.nvrtc() is None
+
+
 def why_not(*tensors: Tensor) -> str | None:
     """The reason why these tensors cannot use the GPU kernels at all, or None."""
     if not all(t.is_cuda for t in tensors):
@@ -172,20 +179,6 @@ def causal_scores(q: Tensor, k: Tensor, weights: Tensor, offset: int) -> Tensor:
     )
     scores: Tensor = got["scores"][0]
     return scores
-
-
-def topk(scores: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """cuDNN top-k over each row's first lengths[i] columns: (int32 ascending, -1 last; values, -inf there).
-
-    Ties go to the smaller column. Ascending order also makes slots agree between tensor-parallel ranks, which
-    sum the KL target slot by slot.
-    """
-    dsa = cudnn_dsa()
-    assert dsa is not None
-    got = dsa.indexer_top_k_wrapper(
-        scores, lengths, count, next_n=1, return_val=True, tie_break=1, deterministic=True
-    )
-    return got["indices"], got["values"]
 
 
 def sparse_target(query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale: float) -> Tensor:

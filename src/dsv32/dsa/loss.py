@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsv32.dsa import gpu, selection, streaming
 from dsv32.dsa.plan import Bounds, blocks, even_step, row_step
+from dsv32.dsa.scores import Scorer
 from dsv32.dsa.settings import Settings, decline
 
 
@@ -135,6 +136,10 @@ def sparse_loss(
             dq, dw, dk = gpu.indexer_backward(q, k, weights, target, predict, idx, factor)
             return per_row.sum(), (dq, dk, dw)
         di = predict.sub_(target)
+        if need and _pairs_gradient(q, k, inputs):
+            return per_row.sum(), _score_gradient_by_pairs(
+                q, k, weights, di, factor, indices, inputs, settings
+            )
     else:
         valid = indices >= 0
         if inputs.rows is not None:
@@ -144,6 +149,48 @@ def sparse_loss(
     if not need:
         return total, None
     return total, _score_gradient(q, k, weights, di, factor, indices, inputs, settings, reason is None)
+
+
+# Picoseconds of an H200 at 64 index heads per (row, key) of the dense blocks and per (row, chosen key) of the
+# pairs.
+GRADIENT_TILE_PS, GRADIENT_PAIR_PS = 118.0, 360.0
+
+
+def _pairs_gradient(q: Tensor, k: Tensor, inputs: LossInputs) -> bool:
+    """Whether going over the chosen pairs alone is estimated faster than dense blocks; both deterministic."""
+    if q.size(1) < 16:
+        return False  # the kernel's products sum over heads, sixteen at least
+    assert inputs.indices is not None
+    sq, sk, topk = q.size(0), k.size(0), inputs.indices.size(1)
+    return GRADIENT_PAIR_PS * topk < GRADIENT_TILE_PS * (sk - min(sq, sk) / 2)
+
+
+def _score_gradient_by_pairs(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    di: Tensor,
+    factor: Tensor,
+    indices: Tensor,
+    inputs: LossInputs,
+    settings: Settings,
+) -> Grads:
+    """Gradient through the scores from factor * di [sq, topk], by the chosen pairs: equal bits every run."""
+    from dsv32.dsa.kernels import pairs, tiles
+
+    dq = torch.empty_like(q)
+    dw = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
+    dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
+    length = tiles.used(indices)
+    for rows, place, offsets, part in pairs.walk(
+        indices, k.size(0), k.size(1), q.dtype, settings.byte_budget
+    ):
+        pairs.indexer(
+            q[rows], k, weights[rows], di[rows], indices[rows], place, length[rows], factor, inputs.relu,
+            dq[rows], dw[rows], part,
+        )  # fmt: skip
+        pairs.add_up(part, offsets, dk)
+    return dq, dk, dw
 
 
 def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
@@ -171,7 +218,7 @@ def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor
     lse2 = tiles.base2(torch.nn.functional.pad(lse, (0, query.size(1) - heads), value=float("inf")))
     out = torch.zeros(sq, topk, dtype=torch.float32, device=query.device)
     step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 16), 16)
-    for block in blocks(inputs.bounds, step):
+    for block in reversed(blocks(inputs.bounds, step)):
         if block.width == 0:
             continue
         rows = slice(block.lo, block.hi)
@@ -213,7 +260,7 @@ def _score_gradient(
     grads = _zeros(q, k, weights)
     per_row = sk * (8 if fused else 4 * (4 * q.size(1) + 2))
     step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 128), 128)
-    for block in blocks(inputs.bounds, step):
+    for block in reversed(blocks(inputs.bounds, step)):
         if block.width == 0:
             continue
         rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
@@ -281,11 +328,12 @@ def dense_loss(
     step = even_step(sq, row_step(sq, per_row, settings.byte_budget, 128), 128)
     grads = _zeros(q, k, weights) if need else None
     total = torch.zeros((), dtype=streaming.wide(q, k), device=q.device)
-    for block in blocks(inputs.bounds, step):
+    scorer = Scorer.of(q, k, weights, inputs.relu, settings, fused)
+    for block in reversed(blocks(inputs.bounds, step)):
         if block.width == 0:
             continue
         rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
-        target, scores = _dense_block(q, k, weights, inputs, rows, keys, fused)
+        target, scores = _dense_block(scorer, inputs, rows, keys, fused)
         _reduce(target, inputs.tp_group)
         row_ok = None if inputs.rows is None else inputs.rows[rows]
         starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
@@ -309,7 +357,7 @@ def _valid(starts: Tensor, ends: Tensor, key_lo: int, width: int) -> Tensor:
 
 
 def _dense_block(
-    q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, rows: slice, keys: slice, fused: bool
+    scorer: Scorer, inputs: LossInputs, rows: slice, keys: slice, fused: bool
 ) -> tuple[Tensor, Tensor]:
     """(target, scores) of one block, [rows, width].
 
@@ -320,8 +368,8 @@ def _dense_block(
     if not fused:
         valid = _valid(starts, ends, keys.start, width)
         target = streaming.dense_target(inputs.query[rows], inputs.kv[keys], valid, inputs.scale)
-        return target, streaming.block_scores(q[rows], k[keys], weights[rows], inputs.relu)
-    from dsv32.dsa.kernels import indexer, tiles
+        return target, scorer.block(rows, keys)
+    from dsv32.dsa.kernels import tiles
 
     query, heads = _padded(inputs)
     lse = tiles.statistics(query[rows], inputs.kv, starts, ends, keys.start, width, inputs.scale)
@@ -330,4 +378,4 @@ def _dense_block(
         query[rows], inputs.kv, tiles.base2(lse), starts, ends, keys.start, width, inputs.scale
     )
     first = torch.full_like(starts, keys.start)
-    return target, indexer.scores(q[rows], k, weights[rows], first, ends, width, inputs.relu)
+    return target, scorer.kernel(rows, first, ends, width)

@@ -96,7 +96,7 @@ def _tile(
         where = r.to(tl.int64) * out_stride + pid_n
         tl.store(out_a + where, m, mask=row_ok)
         tl.store(out_b + where, total, mask=row_ok)
-    else:
+    elif (MODE == 2) | live:  # nobody reads the target of a tile outside all bounds
         base = tl.load(lse2 + r, mask=row_ok, other=float("inf"))
         p = tl.where(ok, tl.exp2(s2 - base[:, None]), 0.0)
         if MODE == 1:
@@ -317,6 +317,8 @@ def target(
     keep: Tensor | None = None,
 ) -> Tensor:
     """Sum over heads of exp(s - lse) at each valid (and kept) key: fp32 [tokens, width].
+
+    Columns outside a row's bounds are 0 or not written.
 
     lse2: `base2(lse)`, [tokens, H]; +inf for a head that must add nothing.
     """
