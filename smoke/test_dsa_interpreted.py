@@ -82,6 +82,10 @@ def attention_kernels(heads: int) -> None:
     close(got_p.view(p.shape), p, "P")
     close(got_ds.view(ds.shape), ds, "dS")
     close(tiles.row_dot(do, do), (do.double() ** 2).sum(-1), "row_dot")
+    for count in (1, 3, 4):
+        for before in (None, do[0] * 5):
+            want = do[:count].sum(0) + (0 if before is None else before)
+            close(tiles.add_up(list(do[:count]), before, torch.float32), want, "add_up")
 
     dense = torch.randn(tokens, sk)
     slots = torch.full(indices.shape, 7.0)

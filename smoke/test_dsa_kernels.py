@@ -336,6 +336,22 @@ def test_topk_equals_a_stable_sort(name: str, width: int) -> None:
         assert torch.equal(picked, values)
 
 
+def test_topk_of_nan_scores_stays_within_the_row() -> None:
+    """A diverged run must show NaN, not read keys that nobody chose."""
+    from dsv32.dsa.kernels import topk
+
+    scores = torch.randn(4, 20000, device="cuda")
+    scores[0], scores[1, ::2], scores[2, :300] = float("nan"), float("nan"), float("nan")
+    scores[3].view(torch.int32).fill_(-1)
+    starts = torch.zeros(4, dtype=torch.int32, device="cuda")
+    for width in (5000, 20000):
+        indices = torch.full((4, 512), -7, dtype=torch.int32, device="cuda")
+        picked = torch.empty(4, 512, device="cuda")
+        topk.topk(scores[:, :width], starts, starts + width, indices, picked)
+        assert ((indices >= 0) & (indices < width)).all()
+        assert (indices[:, 1:] > indices[:, :-1]).all()
+
+
 def test_fp8_values_are_those_of_the_reference_and_so_are_the_scores() -> None:
     from dsv32.dsa.kernels import indexer
 

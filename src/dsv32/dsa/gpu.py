@@ -142,15 +142,21 @@ def backward(
     if sk <= 2 * RESIDENT_KEYS:
         dq, dkv = _cudnn_backward(fixed, kv, idx, tiles.used(idx), scale)
         return dq[:, :heads], dkv
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dq = None
+    shares: list[Tensor] = []
     dkv = torch.empty_like(kv)
     part = torch.empty_like(idx)
     for lo in range(0, sk, RESIDENT_KEYS):
         hi = min(lo + RESIDENT_KEYS, sk)
         length = tiles.within(idx, lo, hi, part)
         share, dkv[lo:hi] = _cudnn_backward(fixed, kv[lo:hi], part, length, scale)
-        dq += share
-    return dq[:, :heads].to(q.dtype), dkv
+        shares.append(share)
+        if len(shares) == 4 or hi == sk:
+            # Four at a time: a running fp32 sum would be read and written for every range.
+            dq = tiles.add_up(shares, dq, torch.float32 if hi < sk else q.dtype)
+            shares.clear()
+    assert dq is not None
+    return dq[:, :heads], dkv
 
 
 def _cudnn_backward(
@@ -185,6 +191,12 @@ def sparse_target(query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale
     """cuDNN KL target: sum over heads of exp(s - lse) at the chosen keys, fp32 [sq, topk]."""
     heads = query.size(1)
     topk_count = indices.size(1)
+    if query.size(0) == 1:
+        # The wrapper takes the strides of a dimension of one row for a layout it does not know.
+        return sparse_target(query.expand(2, -1, -1), kv, lse.expand(2, -1), indices.expand(2, -1), scale)[
+            :1
+        ].contiguous()
+    query = query.contiguous()
     idx = pad_columns(indices, 128)
     lse = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
     if heads < 16:

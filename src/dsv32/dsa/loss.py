@@ -195,7 +195,9 @@ def _score_gradient_by_pairs(
 
 def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
     """cuDNN's indexer backward adds dk with atomics, has the relu built in, and on Hopper needs 64 heads."""
-    return not settings.deterministic and inputs.relu and gpu.cudnn_dsa() is not None and q.size(1) == 64
+    if settings.deterministic or not inputs.relu or gpu.cudnn_dsa() is None:
+        return False
+    return q.size(1) == 64 and q.size(0) > 1
 
 
 def sparse_target(inputs: LossInputs, settings: Settings, fused: bool) -> Tensor:

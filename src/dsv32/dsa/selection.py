@@ -28,8 +28,8 @@ def select(
     with torch.no_grad():
         q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()
         reason = why_torch(q, k, settings)
-        indices = torch.full((sq, count), -1, dtype=torch.int32, device=q.device)
-        picked = torch.full((sq, count), float("-inf"), dtype=streaming.wide(q, k), device=q.device)
+        indices = torch.empty(sq, count, dtype=torch.int32, device=q.device)
+        picked = torch.empty(sq, count, dtype=streaming.wide(q, k), device=q.device)
         if sq == 0 or count == 0:
             return indices, picked
         scorer = Scorer.of(q, k, weights, relu, settings, reason is None)
@@ -46,6 +46,8 @@ def _select_torch(
     scorer: Scorer, bounds: Bounds, settings: Settings, indices: Tensor, picked: Tensor
 ) -> None:
     sq, heads = scorer.q.shape[:2]
+    indices.fill_(-1)
+    picked.fill_(float("-inf"))
     step = even_step(sq, row_step(sq, bounds.sk * (heads + 4) * 4, settings.byte_budget), 1)
     for block in blocks(bounds, step):
         if block.width == 0:

@@ -371,6 +371,42 @@ def gradients(
 
 
 @triton.jit
+def _add_four(a, b, c, d, before, out, count, N: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < count
+    total = tl.load(a + i, mask=ok, other=0.0).to(tl.float32)
+    if N > 1:
+        total += tl.load(b + i, mask=ok, other=0.0).to(tl.float32)
+    if N > 2:
+        total += tl.load(c + i, mask=ok, other=0.0).to(tl.float32)
+    if N > 3:
+        total += tl.load(d + i, mask=ok, other=0.0).to(tl.float32)
+    if BEFORE:
+        total += tl.load(before + i, mask=ok, other=0.0)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=ok)
+
+
+def add_up(shares: list[Tensor], before: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of one to four contiguous tensors of one shape, and of before (fp32) where given, in dtype."""
+    out = torch.empty(shares[0].shape, dtype=dtype, device=shares[0].device)
+    four = [*shares, *shares[:1] * (4 - len(shares))]
+    if not all(t.is_contiguous() for t in four):
+        raise ValueError("add_up needs contiguous tensors")
+    if out.numel():
+        _add_four[(triton.cdiv(out.numel(), 2048),)](
+            *four,
+            out if before is None else before,
+            out,
+            out.numel(),
+            N=len(shares),
+            BEFORE=before is not None,
+            BLOCK=2048,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
 def _row_dot(a, b, out, rows, D: tl.constexpr, R: tl.constexpr):
     r = tl.program_id(0) * R + tl.arange(0, R)
     where = r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]

@@ -21,10 +21,11 @@ struct Shared {
     int counts[2][2][WARPS];
 };
 
-// Signed integers in the order of the floats; its own inverse but for -0.0, which equals 0.0.
+// Signed integers in the order of the floats, a NaN at either end; never LOWEST. Its own inverse but for -0.0,
+// which equals 0.0.
 __device__ int ordered(float x) {
     int b = __float_as_int(x == 0.0f ? 0.0f : x);
-    return b ^ ((b >> 31) & 0x7fffffff);
+    return max(b ^ ((b >> 31) & 0x7fffffff), LOWEST + 1);
 }
 
 __device__ float score_of(int key) { return __int_as_float(key ^ ((key >> 31) & 0x7fffffff)); }
@@ -57,13 +58,17 @@ struct Row {
         return total;
     }
 
-    __device__ int highest(int mine) {
-        int best = __reduce_max_sync(ALL, mine);
-        if (lane == 0) shared.counts[phase][0][warp] = best;
+    __device__ void highest(int& a, int& b) {
+        a = __reduce_max_sync(ALL, a);
+        b = __reduce_max_sync(ALL, b);
+        if (lane == 0) {
+            shared.counts[phase][0][warp] = a;
+            shared.counts[phase][1][warp] = b;
+        }
         __syncthreads();
-        best = __reduce_max_sync(ALL, shared.counts[phase][0][lane % WARPS]);
+        a = __reduce_max_sync(ALL, shared.counts[phase][0][lane % WARPS]);
+        b = __reduce_max_sync(ALL, shared.counts[phase][1][lane % WARPS]);
         phase ^= 1;
-        return best;
     }
 
     template <int N>
@@ -74,28 +79,43 @@ struct Row {
         return sum(mine);
     }
 
-    // The largest T such that at least count of key are >= T; a key of LOWEST does not count.
     template <int N>
-    __device__ int kth(const int (&key)[N], int count) {
-        int top = LOWEST, bottom = LOWEST;  // of -1 - key, which reverses the order
+    __device__ int above(const int (&key)[N], int threshold) {
+        int mine = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++) mine += key[i] > threshold;
+        return sum(mine);
+    }
+
+    // A threshold that at least count of the `valid` keys reach, and no larger one does: exact where just count
+    // reach it, else the count-th largest of several equal ones. A key of LOWEST does not count.
+    template <int N>
+    __device__ int kth(const int (&key)[N], int count, int valid, bool& exact) {
+        int high = LOWEST, low = LOWEST;
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            top = max(top, key[i]);
-            bottom = max(bottom, key[i] == LOWEST ? LOWEST : -1 - key[i]);
+            high = max(high, key[i]);
+            low = max(low, key[i] == LOWEST ? LOWEST : -1 - key[i]);  // -1 - key reverses the order
         }
-        int high = highest(top);
-        int low = -1 - highest(bottom);
-        // Two steps of three interpolate the count between the scores at the ends, which takes about eight steps
-        // on scores of any smooth distribution; the third halves the integers, so that no input takes more than
-        // a hundred.
-        int found_low = sum_of_valid(key), found_high = 0;
-        for (int step = 0; low < high; step++) {
+        highest(high, low);
+        low = -1 - low;
+        int found_low = valid, found_high = 0;
+        exact = found_low == count;
+        // The logarithm of the count is nearly linear in the score where scores have a tail: interpolating it
+        // takes about eight steps. Every third step halves the scores between the ends, and after 24 steps the
+        // integers, so that no input takes more than 56.
+        for (int step = 0; low < high && !exact; step++) {
+            float a = score_of(low), b = score_of(high), middle_score;
             unsigned gap = unsigned(high) - unsigned(low);
             int middle = int(unsigned(low) + gap / 2 + (gap & 1));
-            if (step % 3 < 2) {
-                float a = score_of(low), b = score_of(high);
-                float part = (found_low - count + 0.5f) / (found_low - found_high);
-                middle = max(low + 1, min(high, ordered(a + (b - a) * part)));
+            if (step < 24) {
+                if (step % 3 < 2) {
+                    float top = __logf(found_low + 0.5f);
+                    middle_score = a + (b - a) * __fdividef(top - __logf(float(count)), top - __logf(found_high + 0.5f));
+                } else {
+                    middle_score = 0.5f * a + 0.5f * b;
+                }
+                middle = max(low + 1, min(high, ordered(middle_score)));
             }
             int found = at_least(key, middle);
             if (found < count) {
@@ -104,19 +124,53 @@ struct Row {
             } else {
                 low = middle;
                 found_low = found;
-                if (found == count) break;  // any threshold between two neighbours selects the same
+                exact = found == count;
             }
         }
         return low;
     }
 
-    template <int N>
-    __device__ int sum_of_valid(const int (&key)[N]) {
-        return at_least(key, LOWEST + 1);
+    // Write the columns whose keys reach the threshold, in order of warp, then i, then lane.
+    template <int N, class Column>
+    __device__ void emit_all(const int (&key)[N], Column column, int threshold, int* indices, float* picked) {
+        int mine = 0, before;
+#pragma unroll
+        for (int i = 0; i < N; i++) mine += key[i] >= threshold;
+        sums(mine, before);
+        phase ^= 1;
+        unsigned earlier = (1u << lane) - 1;
+        indices += before;
+        picked += before;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            bool take = key[i] >= threshold;
+            unsigned all = __ballot_sync(ALL, take);
+            if (take) {
+                int slot = __popc(all & earlier);
+                indices[slot] = column(i);
+                picked[slot] = score_of(key[i]);
+            }
+            indices += __popc(all);
+            picked += __popc(all);
+        }
     }
 
-    // Write the chosen of N columns a warp (in order of warp, then i, then lane): all above threshold and the
-    // first `ties` equal to it. Returns how many were written and lowers ties.
+    // The same for a threshold that too many reach: all above it, and the first of those equal to it.
+    template <int N, class Column>
+    __device__ void choose(
+        const int (&key)[N], Column column, int count, int valid, int* indices, float* picked) {
+        bool exact;
+        int threshold = kth(key, count, valid, exact);
+        if (exact) {
+            emit_all(key, column, threshold, indices, picked);
+        } else {
+            int ties = count - above(key, threshold);
+            emit(key, column, threshold, ties, indices, picked);
+        }
+    }
+
+    // Write the chosen of N columns a warp: all above threshold and the first `ties` equal to it. Returns how
+    // many were written and lowers ties.
     template <int N, class Column>
     __device__ int emit(const int (&key)[N], Column column, int threshold, int& ties, int* indices, float* picked) {
         int above = 0, equal = 0;
@@ -181,9 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     int key[PER];
     if (length <= TILE) {
         load(scores, own, length, key);
-        int threshold = row.kth(key, count);
-        int ties = count - row.at_least(key, threshold + 1);
-        row.emit(key, [&](int i) { return start + own + i * 32; }, threshold, ties, indices, picked);
+        row.choose(key, [&](int i) { return start + own + i * 32; }, count, length, indices, picked);
         return;
     }
     // Runs of 32 neighbours, evenly spread.
@@ -191,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll
     for (int i = 0; i < PER; i++) key[i] = ordered(scores[(row.warp * PER + i) * apart + row.lane]);
     float mean = float(count) * TILE / length;
-    int bound = row.kth(key, min(TILE, int(mean + 4.0f * sqrtf(mean) + 8.0f)));
+    bool exact;
+    int bound = row.kth(key, min(TILE, int(mean + 4.0f * sqrtf(mean) + 8.0f)), TILE, exact);
     int kept = 0;
     for (int tile = 0; tile < length; tile += TILE) {
         load(scores, tile + own, length, key);
@@ -219,9 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         int mine = row.warp * (32 * FEW) + row.lane;
 #pragma unroll
         for (int i = 0; i < FEW; i++) few[i] = mine + i * 32 < kept ? shared.keys[mine + i * 32] : LOWEST;
-        int threshold = row.kth(few, count);
-        int ties = count - row.at_least(few, threshold + 1);
-        row.emit(few, [&](int i) { return start + shared.columns[mine + i * 32]; }, threshold, ties, indices, picked);
+        row.choose(few, [&](int i) { return start + shared.columns[mine + i * 32]; }, count, kept, indices, picked);
         return;
     }
     int low = LOWEST, high = 2147483647;
@@ -239,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     int ties = count;
     for (int tile = 0; tile < length; tile += TILE) {
         load(scores, tile + own, length, key);
-        ties -= row.at_least(key, low + 1);
+        ties -= row.above(key, low);
     }
     for (int tile = 0; tile < length; tile += TILE) {
         load(scores, tile + own, length, key);
