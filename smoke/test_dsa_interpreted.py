@@ -63,7 +63,8 @@ def attention_kernels(heads: int) -> None:
     assert torch.equal(torch.isinf(got), torch.isinf(lse))
     close(got.nan_to_num(0, 0, 0), lse.nan_to_num(0, 0, 0), "statistics")
     probs = torch.exp(logits - lse.nan_to_num(0, 0, 0)[..., None]) * valid[:, None]
-    close(tiles.target(q, kv, tiles.base2(got), starts, ends, 0, sk, scale), probs.sum(1), "target")
+    target = tiles.target(q, kv, tiles.base2(got), starts, ends, 0, sk, scale)
+    close(torch.where(valid, target, 0.0), probs.sum(1), "target")
 
     indices = ref.topk(torch.rand(tokens, sk, dtype=torch.float64), valid, 32)
     indices = torch.where(torch.rand(indices.shape) < 0.2, -1, indices).int()
@@ -81,6 +82,10 @@ def attention_kernels(heads: int) -> None:
     close(got_p.view(p.shape), p, "P")
     close(got_ds.view(ds.shape), ds, "dS")
     close(tiles.row_dot(do, do), (do.double() ** 2).sum(-1), "row_dot")
+    for count in (1, 3, 4):
+        for before in (None, do[0] * 5):
+            want = do[:count].sum(0) + (0 if before is None else before)
+            close(tiles.add_up(list(do[:count]), before, torch.float32), want, "add_up")
 
     dense = torch.randn(tokens, sk)
     slots = torch.full(indices.shape, 7.0)
@@ -95,9 +100,79 @@ def attention_kernels(heads: int) -> None:
         assert got_row == inside + [-1] * (32 - len(inside)) and count == len(inside)
 
 
+def pair_kernels() -> None:
+    from dsv32.dsa import attention, loss
+    from dsv32.dsa import reference as ref
+    from dsv32.dsa.kernels import pairs
+    from dsv32.dsa.plan import causal_bounds
+    from dsv32.dsa.settings import Settings
+
+    rows, sk, topk, scale = 40, 90, 24, 192**-0.5
+    q, kv, do = torch.randn(rows, 24, 576) * 0.3, torch.randn(sk, 576) * 0.3, torch.randn(rows, 24, 512)
+    bounds = causal_bounds(rows, sk, q.device)
+    valid = ref.valid_mask(bounds.starts, bounds.ends, sk)
+    valid[5] = False
+    indices = ref.topk(torch.rand(rows, sk, dtype=torch.float64), valid, topk)
+    chosen = ref.selected_mask(indices, sk)
+
+    found = pairs.inverse(indices, sk, 32)
+    assert torch.equal(found.place >= 0, indices >= 0)
+    for block in range(2):
+        lo, hi = block * 32, min(rows, block * 32 + 32)
+        order = [(int(j), t, c) for t in range(lo, hi) for c, j in enumerate(indices[t]) if j >= 0]
+        for place, (_, t, c) in enumerate(sorted(order)):
+            assert found.place[t, c] == place
+        per_key = chosen[lo:hi].sum(0).cumsum(0)
+        assert torch.equal(found.offsets[block, 1:].long(), per_key) and found.offsets[block, 0] == 0
+
+    leaves = [t.double().requires_grad_() for t in (q, kv)]
+    out, lse = ref.attention(*leaves, chosen, scale, 512)
+    out.backward(do.double())
+    small = Settings(byte_budget=32 * topk * 576 * 4)  # one block holds 32 rows
+    got = attention.pairs_backward(
+        q, kv, indices, out.detach().float(), lse.detach().float(), do, scale, small
+    )
+    for name, mine, leaf in zip(("dq", "dkv"), got, leaves, strict=True):
+        close(mine, leaf.grad, name + " by pairs")
+
+    for relu in (True, False):
+        iq, ik, iw = torch.randn(rows, 16, 128), torch.randn(sk, 128), torch.randn(rows, 16)
+        di = torch.randn(rows, topk) * (indices >= 0)
+        dense = torch.zeros(rows, sk + 1, dtype=torch.float64)
+        dense.scatter_(1, torch.where(indices >= 0, indices, sk).long(), di.double())
+        leaves = [t.double().requires_grad_() for t in (iq, ik, iw)]
+        (ref.scores(*leaves, relu) * dense[:, :sk] * 0.7).sum().backward()
+        inputs = loss.LossInputs(query=q, kv=kv, scale=scale, bounds=bounds, relu=relu, indices=indices)
+        grads = loss._score_gradient_by_pairs(
+            iq, ik, iw, di, torch.tensor(0.7), indices, inputs, Settings(byte_budget=1 << 19)
+        )
+        for name, mine, leaf in zip(("dq", "dk", "dw"), grads, leaves, strict=True):
+            close(mine, leaf.grad, name + " by pairs")
+
+
+def fp8_kernels() -> None:
+    from dsv32.dsa import streaming
+    from dsv32.dsa.kernels import indexer
+
+    x = torch.randn(50, 4, 128) * torch.randn(50, 4, 1).exp()
+    x[3], x[4, 0, :] = 0.0, 448.0
+    # The interpreter cuts fp32 to fp8 where the GPU rounds: only the scales are compared here.
+    assert torch.equal(indexer.quantise(x)[1], streaming.quantise(x)[1][..., 0])
+
+
+def kl_rows(target: Tensor, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """fp64 (KL(target / its sum || softmax(logits)) per row, d(KL)/d(logits)) on `valid`."""
+    eps = 1e-10  # megatron-core 0.19.2 dsa_indexer_loss.INDEXER_LOSS_EPS
+    target = target.double().masked_fill(~valid, 0.0)
+    target = target / target.sum(-1, keepdim=True).clamp_min(eps)
+    some = valid.any(-1, keepdim=True)
+    logp = logits.double().masked_fill(~valid, float("-inf")).masked_fill(~some, 0.0).log_softmax(-1)
+    terms = target * (target.clamp_min(eps).log() - logp)
+    return terms.masked_fill(~valid, 0.0).sum(-1), (logp.exp() - target).masked_fill(~valid, 0.0)
+
+
 def indexer_kernels(heads: int, relu: bool) -> None:
     from dsv32.dsa import reference as ref
-    from dsv32.dsa import streaming
     from dsv32.dsa.kernels import indexer, kl
 
     rows, sk = 20, 150
@@ -124,14 +199,14 @@ def indexer_kernels(heads: int, relu: bool) -> None:
     target, logits, counted = torch.rand(rows, sk), torch.randn(rows, sk), torch.arange(rows) % 3 != 0
     factor = torch.tensor(0.7)
     per_row, grad = kl.dense(target, logits, starts, ends, 0, counted, factor)
-    ref_kl, ref_grad = streaming.kl_rows(target.double(), logits.double(), valid & counted[:, None])
+    ref_kl, ref_grad = kl_rows(target, logits, valid & counted[:, None])
     close(per_row, ref_kl, "kl dense")
     close(grad[:rows, :sk], ref_grad * 0.7, "kl dense gradient")
     assert not grad[rows:].any() and not grad[:, sk:].any()
 
     indices = ref.topk(torch.rand(rows, sk, dtype=torch.float64), valid, 32)
     target, logits = torch.rand(rows, 32), torch.randn(rows, 32)
-    ref_kl, ref_grad = streaming.kl_rows(target.double(), logits.double(), (indices >= 0) & counted[:, None])
+    ref_kl, ref_grad = kl_rows(target, logits, (indices >= 0) & counted[:, None])
     per_row, predict = kl.sparse(target, logits, indices, counted)
     close(per_row, ref_kl, "kl sparse")
     close(predict - target, ref_grad, "kl sparse gradient")
@@ -149,3 +224,5 @@ if __name__ == "__main__":
         attention_kernels(n)
     for n, relu in ((16, True), (64, True), (8, False)):
         indexer_kernels(n, relu)
+    pair_kernels()
+    fp8_kernels()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv32 import dsa
-from dsv32.dsa import attention, gpu, loss, plan, reference, selection
+from dsv32.dsa import attention, gpu, loss, plan, reference, selection, streaming
 from dsv32.dsa.settings import DsaDeclined, Settings
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_attention_and_both_backward_passes_equal_fp64(name: str, heads: int) ->
     torch.testing.assert_close(
         lse.double()[~empty], want_lse.detach()[~empty], rtol=0, atol=1e-4
     )  # fp32 sums of fp32 logits
-    for way in ("tiles", "atomics"):
+    for way in ("tiles", "pairs", "atomics"):
         dq, dkv = attention.attention_backward(q, kv, indices, out, lse, dout, SCALE, STRICT, bounds, way=way)
         assert error(dq, q64.grad) < GRADIENT, way
         assert error(dkv, kv64.grad) < GRADIENT, way
@@ -272,6 +272,104 @@ def test_deterministic_mode_is_bitwise_equal_from_run_to_run(
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("way", ["tiles", "pairs"])
+def test_backward_without_float_atomics_is_bitwise_equal_from_run_to_run(way: str) -> None:
+    bounds = causal(700, 3000)
+    q, kv, dout = rand(700, 16, 576, scale=0.5), rand(3000, 576, scale=0.5), rand(700, 16, 512)
+    indices = choose(bounds, 512)
+    out, lse = attention.SparseAttention.apply(q, kv, indices, SCALE, 512, STRICT, bounds)
+    runs = [
+        attention.attention_backward(q, kv, indices, out, lse, dout, SCALE, STRICT, bounds, way=way)
+        for _ in range(4)
+    ]
+    for dq, dkv in runs[1:]:
+        assert torch.equal(dq, runs[0][0]) and torch.equal(dkv, runs[0][1])
+
+
+def test_score_gradient_by_pairs_equals_fp64_and_itself_bitwise() -> None:
+    bounds = packed([700, 1, 299], extra=5)
+    leaves = [rand(bounds.sq, 64, 128), rand(bounds.sk, 128), rand(bounds.sq, 64, scale=0.02)]
+    indices = choose(bounds, 128)
+    di = torch.randn(indices.shape, device="cuda").masked_fill(indices < 0, 0.0)
+    factor = torch.tensor(0.3, device="cuda")
+    inputs = loss.LossInputs(query=leaves[0], kv=leaves[1], scale=SCALE, bounds=bounds, indices=indices)
+    ref = [t.double().requires_grad_() for t in leaves]
+    dense = torch.zeros(bounds.sq, bounds.sk + 1, device="cuda", dtype=torch.float64)
+    dense.scatter_(1, torch.where(indices >= 0, indices, bounds.sk).long(), di.double())
+    (reference.scores(*ref) * dense[:, :-1] * factor.double()).sum().backward()
+    runs = [loss._score_gradient_by_pairs(*leaves, di, factor, indices, inputs, STRICT) for _ in range(3)]
+    for got, leaf, what in zip(runs[0], ref, ("q", "k", "weights"), strict=True):
+        assert error(got, leaf.grad) < GRADIENT, what
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+SCORES = {
+    "normal": lambda s: s,
+    "many ties": lambda s: (s * 4).round(),
+    "all equal": lambda s: torch.full_like(s, -0.0),
+    "one cluster": lambda s: s + 9.0 * ((torch.arange(s.size(1), device="cuda") % 4099) < 1500),
+    "mostly zero": lambda s: s.relu() * (torch.rand_like(s) < 0.02),
+    "infinite and huge": lambda s: (s * 60).exp() * s.sign(),
+}
+
+
+@pytest.mark.parametrize("width", [1, 300, 8192, 8193, 40000, 131072])
+@pytest.mark.parametrize("name", SCORES)
+def test_topk_equals_a_stable_sort(name: str, width: int) -> None:
+    """Every path: short rows, registers, sample and packing, rows that mislead the sample."""
+    from dsv32.dsa.kernels import topk
+
+    rows = 24
+    scores = SCORES[name](torch.randn(rows, width, device="cuda"))
+    starts = torch.randint(0, 9, (rows,), device="cuda").int()
+    ends = starts + torch.randint(0, width + 1, (rows,), device="cuda").int()
+    ends[:6], ends[6] = starts[:6] + width, starts[6]
+    for count in sorted({1, min(100, width), min(2048, width)}):
+        indices = torch.full((rows, count), 77, dtype=torch.int32, device="cuda")
+        picked = torch.full((rows, count), float("nan"), device="cuda")
+        topk.topk(scores, starts, ends, indices, picked)
+        valid = torch.arange(width, device="cuda")[None] < (ends - starts)[:, None]
+        want = reference.topk(scores, valid, count)
+        values = torch.gather(scores, 1, want.clamp_min(0).long()).masked_fill(want < 0, float("-inf"))
+        assert torch.equal(indices, torch.where(want >= 0, want + starts[:, None], -1).int())
+        assert torch.equal(picked, values)
+
+
+def test_topk_of_nan_scores_stays_within_the_row() -> None:
+    """A diverged run must show NaN, not read keys that nobody chose."""
+    from dsv32.dsa.kernels import topk
+
+    scores = torch.randn(4, 20000, device="cuda")
+    scores[0], scores[1, ::2], scores[2, :300] = float("nan"), float("nan"), float("nan")
+    scores[3].view(torch.int32).fill_(-1)
+    starts = torch.zeros(4, dtype=torch.int32, device="cuda")
+    for width in (5000, 20000):
+        indices = torch.full((4, 512), -7, dtype=torch.int32, device="cuda")
+        picked = torch.empty(4, 512, device="cuda")
+        topk.topk(scores[:, :width], starts, starts + width, indices, picked)
+        assert ((indices >= 0) & (indices < width)).all()
+        assert (indices[:, 1:] > indices[:, :-1]).all()
+
+
+def test_fp8_values_are_those_of_the_reference_and_so_are_the_scores() -> None:
+    from dsv32.dsa.kernels import indexer
+
+    x = (torch.randn(300, 64, 128, device="cuda") * torch.randn(300, 64, 1, device="cuda").exp()).to(BF16)
+    x[0], x[1, 0] = 0.0, 448.0
+    want, got = streaming.quantise(x), indexer.quantise(x)
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(got[1], want[1][..., 0])
+    bounds = packed([200, 1, 129, 64], extra=6)
+    q, k, w = rand(bounds.sq, 64, 128), rand(bounds.sk, 128), rand(bounds.sq, 64, scale=0.1)
+    indices, picked = selection.select(q, k, w, bounds, 96, replace(STRICT, indexer="fp8"))
+    exact = reference.scores(streaming.through_fp8(q), streaming.through_fp8(k), w)
+    filled = indices >= 0
+    chosen = torch.gather(exact, 1, indices.clamp_min(0).long())[filled]
+    # Hopper's fp8 products keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2).
+    assert error(picked[filled], chosen) < 2**-12
+
+
 def test_batch_of_two_equals_each_alone_and_the_fused_path_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV32_DSA_STRICT", "1")  # strict: leaving the fused path would raise
     calls: list[str] = []
@@ -326,7 +424,9 @@ def test_long_keys_index_past_two_to_the_31_elements() -> None:
     big = replace(STRICT, byte_budget=4 << 30)  # [3072, 131072] twice: offsets of 805 M elements, 1.6 GB
     a = attention.attention_backward(query, kv, indices, out, lse, dout, SCALE, big, bounds, way="tiles")
     b = attention.attention_backward(query, kv, indices, out, lse, dout, SCALE, STRICT, bounds, way="atomics")
+    c = attention.attention_backward(query, kv, indices, out, lse, dout, SCALE, STRICT, bounds, way="pairs")
     assert error(a[0], b[0]) < GRADIENT and error(a[1], b[1]) < GRADIENT
+    assert error(c[0], b[0]) < GRADIENT and error(c[1], b[1]) < GRADIENT
 
 
 def test_strict_mode_refuses_what_the_kernels_do_not_cover() -> None:

@@ -13,7 +13,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from dsv32 import dsa
-from dsv32.dsa import attention, loss, plan, reference, selection
+from dsv32.dsa import attention, loss, plan, reference, selection, streaming
 from dsv32.dsa.settings import DsaDeclined, Settings, decline
 
 if TYPE_CHECKING:
@@ -343,6 +343,79 @@ def test_settings_read_the_environment_and_refuse_nonsense() -> None:
         {"DSV32_DSA_BYTE_BUDGET": "1048576", "DSV32_DSA_STRICT": "1", "DSV32_DSA_DETERMINISTIC": "1"}
     )
     assert got == Settings(byte_budget=1 << 20, strict=True, deterministic=True)
-    for bad in ({"DSV32_DSA_STRICT": "maybe"}, {"DSV32_DSA_PATH": "fast"}, {"DSV32_DSA_BYTE_BUDGET": "1"}):
+    assert Settings.from_env({"DSV32_DSA_INDEXER": "fp8"}) == Settings(indexer="fp8")
+    for bad in (
+        {"DSV32_DSA_STRICT": "maybe"},
+        {"DSV32_DSA_PATH": "fast"},
+        {"DSV32_DSA_BYTE_BUDGET": "1"},
+        {"DSV32_DSA_INDEXER": "fp4"},
+    ):
         with pytest.raises(ValueError):
             Settings.from_env(bad)
+
+
+def test_fp8_rounds_each_128_channels_to_e4m3_with_a_power_of_two() -> None:
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 4, 300, generator=gen) * torch.randn(40, 4, 1, generator=gen).exp()
+    x[0], x[1, 0, :128] = 0.0, 448.0
+    values, scale = streaming.quantise(x)
+    assert values.dtype == torch.float8_e4m3fn and values.shape == x.shape and scale.shape == (40, 4, 3)
+    assert torch.equal(scale.log2(), scale.log2().round())
+    each = scale.repeat_interleave(128, -1)[..., :300]
+    high = torch.nn.functional.pad(x, (0, 84)).unflatten(-1, (3, 128)).abs().amax(-1)
+    some = high > 1e-4
+    assert (high <= 448 * scale).all() and (high > 224 * scale)[some].all()  # the smallest power that fits
+    # e4m3: three bits behind the first, so half of 2^-3 of the value; below 2^-6 steps of 2^-9.
+    assert ((values.float() * each - x).abs() <= torch.maximum(x.abs() / 16, each / 1024)).all()
+    exact = streaming.through_fp8(x.bfloat16())
+    assert torch.equal(exact.float(), streaming.through_fp8(x.bfloat16().float()))  # exact in bf16
+    assert torch.equal(streaming.through_fp8(exact), exact)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_fp8_selection_is_the_selection_by_rounded_queries_and_keys(name: str) -> None:
+    p = make(BOUNDS[name])
+    indices, picked = selection.select(p.iq, p.ik, p.iw, p.bounds, 6, replace(SMALL, indexer="fp8"))
+    scores = reference.scores(streaming.through_fp8(p.iq), streaming.through_fp8(p.ik), p.iw)
+    want = reference.topk(scores, allowed(p), min(6, p.bounds.sk))
+    assert torch.equal(indices, want)
+    got = torch.gather(scores, 1, want.clamp_min(0).long()).masked_fill(want < 0, float("-inf"))
+    torch.testing.assert_close(picked, got, **EXACT)
+
+
+def test_fp8_changes_few_of_the_chosen_keys() -> None:
+    bounds = plan.causal_bounds(64, 1024, torch.device("cpu"))
+    gen = torch.Generator().manual_seed(4)
+    q, k, w = (torch.randn(*s, generator=gen) for s in ((64, 8, 128), (1024, 128), (64, 8)))
+    a, _ = selection.select(q, k, w, bounds, 128, Settings(path="torch"))
+    b, _ = selection.select(q, k, w, bounds, 128, Settings(path="torch", indexer="fp8"))
+    same = (reference.selected_mask(a, 1024) & reference.selected_mask(b, 1024)).sum().item()
+    differ = 1 - same / (64 * 128)
+    # Half of e4m3's last bit is 2^-5 to 2^-4 of a value, 2.6 % on average as a deviation, so 3.7 % for a
+    # product of two. One in eight is chosen: the normal density at that threshold is 0.206, and the share
+    # that leaves is 0.206 * 3.7 % / sqrt(2 pi) / 0.125, about 2.4 %.
+    assert 0.002 < differ < 0.04, differ
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_fp8_loss_has_rounded_scores_and_straight_through_gradients(sparse: bool) -> None:
+    p = make(BOUNDS["packed with empty rows"])
+    settings = replace(SMALL, indexer="fp8")
+    indices, picked = selection.select(p.iq, p.ik, p.iw, p.bounds, 6, settings)
+    mask = reference.selected_mask(indices, p.bounds.sk) if sparse else allowed(p)
+    _, lse = reference.attention(p.q, p.kv, mask, SCALE, 16)
+    inputs = loss.LossInputs(
+        query=p.q, kv=p.kv, scale=SCALE, bounds=p.bounds, lse=lse, indices=indices, picked=picked
+    )
+    mine = [t.clone().requires_grad_() for t in (p.iq, p.ik, p.iw)]
+    got = loss.indexer_loss(*mine, inputs, torch.tensor(0.3, dtype=torch.float64), sparse, settings)
+    got.backward()
+    ref = [t.clone().requires_grad_() for t in (p.iq, p.ik, p.iw)]
+    exact = reference.scores(*ref)
+    rounded = reference.scores(streaming.through_fp8(p.iq), streaming.through_fp8(p.ik), p.iw)
+    through = exact + (rounded - exact).detach()
+    want = 0.3 * reference.kl_sum(p.q, p.kv, SCALE, through, mask)
+    want.backward()
+    torch.testing.assert_close(got, want, **EXACT)
+    for a, b in zip(mine, ref, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **EXACT)

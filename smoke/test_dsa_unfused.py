@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,10 +25,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_fixtures import groups_of, relative_error, run_ranks
 from memory_peak import peak_bytes, size_of
 
-from dsv32.dsa import blocked, reference
+from dsv32.dsa import blocked, reference, unfused
 from dsv32.dsa.attention import attend_all
 from dsv32.dsa.plan import Bounds, causal_bounds
 from dsv32.dsa.settings import Settings
+from dsv32.dsa.streaming import through_fp8
 from dsv32.mcore.packing import packed_params
 
 if TYPE_CHECKING:
@@ -153,6 +155,48 @@ def test_attention_and_loss_equal_the_dense_reference(
     assert max(errors.values()) <= EXACT, errors
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_the_setting_of_fp8_rounds_scores_and_leaves_gradients_straight_through(
+    sparse: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV32_DSA_BYTE_BUDGET", str(budget))
+    monkeypatch.setenv("DSV32_DSA_INDEXER", "fp8")
+    case = problem(70, 150)
+    q, k, weights = (x.requires_grad_() for x in (case.q, case.k, case.weights))
+    bounds = case.visible.bounds
+    indices, loss = unfused.topk_with_loss(
+        config=SimpleNamespace(dsa_kernel_backend="none"),
+        q=q[:, None],
+        k=k[:, None],
+        weights=weights[:, None],
+        query=case.query[:, None],
+        key=case.key[:, None, None],
+        index_topk=20,
+        softmax_scale=0.3,
+        loss_coeff=0.5,
+        sparse_loss=sparse,
+        pg_collection=None,
+        query_valid_rows=None,
+        calculate_per_token_loss=True,
+        use_relu=True,
+        varlen_starts=bounds.starts,
+        varlen_ends=bounds.ends,
+    )
+    exact = reference.scores(q, k, weights)
+    rounded = reference.scores(*(through_fp8(x.detach()) for x in (q, k)), weights.detach())
+    wanted_indices = reference.topk(rounded, case.allowed, 20)
+    assert torch.equal(indices[0], wanted_indices)
+    assert not torch.equal(indices[0], reference.topk(exact, case.allowed, 20))
+    allowed = reference.selected_mask(wanted_indices, 150) if sparse else case.allowed
+    # The value is of rounded scores; all three gradients are of the scores as they were given.
+    through = exact + (rounded - exact).detach()
+    wanted = 0.5 * reference.kl_sum(case.query, case.key, 0.3, through, allowed)
+    assert relative_error(loss, wanted) <= EXACT
+    for got, want in zip(gradients(loss, q, k, weights), gradients(wanted, q, k, weights), strict=True):
+        assert relative_error(got, want) <= EXACT
+
+
 def _probabilities(logits: Tensor, allowed: Tensor) -> Tensor:
     some = allowed.any(-1, keepdim=True)
     probs = torch.where(some, logits.masked_fill(~allowed, float("-inf")), torch.zeros_like(logits)).softmax(
@@ -199,6 +243,7 @@ def test_tensor_parallel_ranks_get_the_loss_of_all_heads() -> None:
 
 #: A twelfth of one copy of all heads' scores at the longer length below.
 PEAK_BUDGET = 1 << 20
+FP8 = blocked.Scoring(fp8=True)
 HEADS, INDEX_HEADS, SIZE, VALUE, INDEX_SIZE, CHOSEN = 8, 8, 48, 32, 32, 32
 
 
@@ -232,6 +277,14 @@ def _pieces(tokens: int, *, shared: bool, sparse: bool) -> dict[str, tuple[Calla
         ),
         "loss with its gradient": (
             lambda: blocked.kl_loss(q, k, weights, target, chosen, factor, PEAK_BUDGET),
+            size_of(q, k, weights),
+        ),
+        "selection in fp8": (
+            lambda: blocked.select(q, k, weights, visible, CHOSEN, PEAK_BUDGET, scoring=FP8),
+            size_of(found, picked),
+        ),
+        "loss in fp8 with its gradient": (
+            lambda: blocked.kl_loss(q, k, weights, target, chosen, factor, PEAK_BUDGET, scoring=FP8),
             size_of(q, k, weights),
         ),
         "attention": (attend, size_of(output, query[..., 0])),

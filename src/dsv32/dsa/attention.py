@@ -101,7 +101,7 @@ def attention_backward(
     fused: bool = True,
     way: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dq, dkv). way forces `tiles`, `atomics` or `torch`; None chooses by the estimated time."""
+    """(dq, dkv). way forces `tiles`, `pairs`, `atomics` or `torch`; None chooses by the estimated time."""
     if way is None:
         way = choose_backward(q, kv, indices, settings) if fused else "torch"
     if way == "torch":
@@ -113,6 +113,8 @@ def attention_backward(
         return dq.to(q.dtype), dkv.to(kv.dtype)
     if way == "atomics":
         return gpu.backward(q, kv, indices, out, lse, dout, scale)
+    if way == "pairs":
+        return pairs_backward(q, kv, indices, out, lse, dout, scale, settings)
     return tiles_backward(q, kv, indices, out, lse, dout, scale, settings, bounds)
 
 
@@ -124,20 +126,55 @@ def _chosen(indices: Tensor, kv: Tensor) -> blocked.Chosen:
     return blocked.Chosen(visible=blocked.Visible(bounds=bounds), indices=indices)
 
 
-# Picoseconds of an H200 per (row, visible key, head) of full tiles and per (row, chosen key) of the atomic
-# kernel at up to 64 heads; docs/dsa-kernels.md has the runs behind them.
-TILE_PS, ATOMIC_PS = 12.0, 800.0
+# Picoseconds of an H200 per (row, visible key, head) of full tiles, and per (row, chosen key) of the atomic
+# kernel at up to 64 heads and of the pairs' kernels for 16 heads. Measured: docs/dsa-kernels.md.
+TILE_PS, ATOMIC_PS, PAIR_PS = 11.0, 800.0, 1650.0
 
 
 def choose_backward(q: Tensor, kv: Tensor, indices: Tensor, settings: Settings) -> str:
-    """`tiles` (deterministic) or `atomics`, whichever should be faster; deterministic mode takes tiles."""
-    if settings.deterministic or gpu.cudnn_dsa() is None:
-        return "tiles"
+    """The way that should be fastest; deterministic mode leaves `atomics` out, the others always are."""
     sq, heads, _ = q.shape
-    sk = kv.size(0)
-    seen = sq * (sk - min(sq, sk) / 2)
-    atomic = ATOMIC_PS * sq * indices.size(1) * max(1.0, heads / 64)
-    return "tiles" if TILE_PS * seen * max(8, heads) < atomic else "atomics"
+    sk, topk = kv.size(0), indices.size(1)
+    costs = {
+        "tiles": TILE_PS * (sk - min(sq, sk) / 2) * max(8, heads),
+        "pairs": PAIR_PS * topk * -(-heads // 16),
+    }
+    if not settings.deterministic and gpu.cudnn_dsa() is not None:
+        costs["atomics"] = ATOMIC_PS * topk * max(1.0, heads / 64)
+    return min(costs, key=lambda way: costs[way])
+
+
+def pairs_backward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    scale: float,
+    settings: Settings,
+) -> tuple[Tensor, Tensor]:
+    """Deterministic backward over the chosen pairs alone, 16 heads at a time."""
+    from dsv32.dsa.kernels import pairs, tiles
+
+    heads, sk = q.size(1), kv.size(0)
+    full = -(-heads // pairs.GROUP) * pairs.GROUP
+    if full != heads:
+        q, out, dout = (gpu.pad_heads(t, full) for t in (q, out, dout))
+        lse = torch.nn.functional.pad(lse, (0, full - heads))
+    dout = dout.contiguous()
+    delta, lse2 = tiles.row_dot(out.contiguous(), dout), tiles.base2(lse)
+    dq = torch.empty_like(q)
+    dkv = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
+    length = tiles.used(indices)
+    for rows, place, offsets, part in pairs.walk(indices, sk, kv.size(1), kv.dtype, settings.byte_budget):
+        for head in range(0, full, pairs.GROUP):
+            pairs.attention(
+                q[rows], kv, dout[rows], indices[rows], place, length[rows], lse2[rows], delta[rows], scale,
+                head, dq[rows], part,
+            )  # fmt: skip
+            pairs.add_up(part, offsets, dkv)
+    return dq[:, :heads], dkv.to(kv.dtype)
 
 
 def tiles_backward(
@@ -166,7 +203,8 @@ def tiles_backward(
     dq = torch.empty_like(q)
     dkv = torch.zeros(sk, dim, dtype=torch.float32, device=q.device)
     step = even_step(sq, row_step(sq, full * sk * 4, settings.byte_budget, 16), 16)
-    for block in blocks(bounds, step):
+    # The widest blocks first: they keep the device busy while the host issues the other blocks' launches.
+    for block in reversed(blocks(bounds, step)):
         rows = slice(block.lo, block.hi)
         if block.width == 0:
             dq[rows] = 0
@@ -187,14 +225,14 @@ def tiles_backward(
         )
         keys = slice(block.key_lo, block.key_hi)
         torch.mm(ds, kv[keys], out=dq[rows].view(-1, dim))
-        dkv[keys] += product(ds, q[rows].view(-1, dim))
-        dkv[keys, :d_v] += product(p, dout[rows].view(-1, d_v))
+        add_product(dkv[keys], ds, q[rows].view(-1, dim))
+        add_product(dkv[keys, :d_v], p, dout[rows].view(-1, d_v))
     return dq[:, :heads], dkv.to(kv.dtype)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b of bf16 matrices in fp32: roundings of each block's share to bf16 would add up."""
-    return torch.mm(a.t(), b, out_dtype=torch.float32)
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a^T b of bf16 matrices in fp32: roundings of each block's share to bf16 would add up."""
+    torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
 
 
 def _why_torch(q: Tensor, kv: Tensor, d_v: int, settings: Settings) -> str | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsv32.dsa.plan import Bounds, blocks
-from dsv32.dsa.streaming import wide
+from dsv32.dsa.streaming import FP8_BLOCK, through_fp8, wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,6 +142,29 @@ def fit(rows: int, keys: int, heads: int, cost: Callable[[int, int, int], int], 
     return Cut(rows=r, keys=k, heads=h)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How index scores are made.
+
+    relu: whether the products go through a relu. fp8: of queries and keys rounded by `streaming.through_fp8`,
+    a tile at a time; gradients go straight through the rounding, to the values given.
+    """
+
+    relu: bool = True
+    fp8: bool = False
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Queries or keys as scores see them."""
+        return through_fp8(x) if self.fp8 else x
+
+    def scratch(self, dim: int) -> int:
+        """Elements that rounding a query or key of size dim takes beside it."""
+        return 3 * -(-dim // FP8_BLOCK) * FP8_BLOCK if self.fp8 else 0
+
+
+PLAIN = Scoring()
+
+
 def _groups(count: int, step: int) -> Iterator[slice]:
     for lo in range(0, count, step):
         yield slice(lo, min(lo + step, count))
@@ -183,20 +206,27 @@ def _logits(q: Tensor, k: Tensor, tile: Tile, heads: slice, scale: float) -> tup
     return logits.masked_fill_(~tile.valid[:, None], float("-inf")), keys
 
 
-def _scores(q: Tensor, k: Tensor, weights: Tensor, tile: Tile, relu: bool, step: int) -> Tensor:
+def _scores(q: Tensor, k: Tensor, weights: Tensor, tile: Tile, scoring: Scoring, step: int) -> Tensor:
     """Index scores [rows, width], summed over groups of heads; -inf where not valid."""
     acc = wide(q, k)
-    keys = tile.take(k, acc)
+    keys = scoring.rounded(tile.take(k, acc))
     total = torch.zeros(tile.valid.shape, dtype=acc, device=q.device)
     for heads in _groups(q.size(1), step):
-        dots = _dots(q[:, heads].to(acc), keys, tile, heads=False)
-        dots = dots.relu_() if relu else dots
+        dots = _dots(scoring.rounded(q[:, heads].to(acc)), keys, tile, heads=False)
+        dots = dots.relu_() if scoring.relu else dots
         total += torch.einsum("qhk,qh->qk", dots, weights[:, heads].to(acc))
     return total.masked_fill_(~tile.valid, float("-inf"))
 
 
 def select(
-    q: Tensor, k: Tensor, weights: Tensor, visible: Visible, count: int, budget: int, *, relu: bool = True
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    visible: Visible,
+    count: int,
+    budget: int,
+    *,
+    scoring: Scoring = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """The `count` best visible keys of each row: (int32 [sq, count] ascending, -1 last; their scores).
 
@@ -214,7 +244,8 @@ def select(
 
     def cost(r: int, w: int, h: int) -> int:
         # Candidates: scores, their sort with its indices, twice over for what is gathered from it.
-        return r * (count + w) * (4 * size + 24) + size * (r * w * h + 2 * r * h * dim + 2 * w * dim)
+        each = 2 * dim + scoring.scratch(dim)
+        return r * (count + w) * (4 * size + 24) + size * (r * w * h + (r * h + w) * each)
 
     cut = fit(sq, sk, heads, cost, budget)
     chosen = Chosen(visible=visible)
@@ -223,7 +254,7 @@ def select(
         keys = torch.empty(best.shape, dtype=torch.int32, device=q.device)
         for tile in chosen.tiles(rows, columns, cut.keys):
             assert isinstance(tile.keys, slice)
-            scores = _scores(q[rows], k, weights[rows], tile, relu, cut.heads)
+            scores = _scores(q[rows], k, weights[rows], tile, scoring, cut.heads)
             names = torch.arange(tile.keys.start, tile.keys.stop, dtype=torch.int32, device=q.device)
             names = names.expand(scores.shape).masked_fill(~tile.valid, -1)
             scores, names = torch.cat((best, scores), 1), torch.cat((keys, names), 1)
@@ -268,7 +299,7 @@ def kl_loss(
     factor: Tensor,
     budget: int,
     *,
-    relu: bool = True,
+    scoring: Scoring = PLAIN,
     need: bool = True,
 ) -> tuple[Tensor, Grads | None]:
     """Sum over rows of KL(target || softmax(index scores)) on the chosen keys, and its gradient.
@@ -285,7 +316,7 @@ def kl_loss(
         chosen: keys over which both distributions are taken.
         factor: fp32 scalar that the gradient (not the sum) is multiplied by.
         budget: bytes.
-        relu: whether scores go through a relu.
+        scoring: of the index scores.
         need: whether the gradient is wanted.
 
     Returns:
@@ -300,7 +331,7 @@ def kl_loss(
     def cost(r: int, w: int, h: int) -> int:
         keys = (r if gathered else 1) * w
         attention = 2 * r * w * h + 2 * r * h * dim + 2 * keys * dim * (h if many else 1)
-        index = 3 * r * w * h + 3 * r * h * index_dim + 3 * keys * index_dim
+        index = 3 * r * w * h + (r * h + keys) * (3 * index_dim + scoring.scratch(index_dim))
         # Two targets under way, scores, their gradient and what is between them; lse of rows; masks, indices.
         return size * (max(attention, index) + 7 * r * w + r * 3 * heads) + r * w * 26
 
@@ -313,17 +344,17 @@ def kl_loss(
     for rows, columns in chosen.blocks(cut.rows):
         if columns.stop <= columns.start:
             continue
-        lse, index_lse = _normalizers(q[rows], k, weights[rows], target, chosen, rows, columns, cut, relu)
+        lse, index_lse = _normalizers(q[rows], k, weights[rows], target, chosen, rows, columns, cut, scoring)
         for tile in chosen.tiles(rows, columns, cut.keys):
             part = _Part(
                 rows=rows, tile=tile, index_lse=index_lse, target=_target(target, rows, tile, lse, cut)
             )
             part.reduce(target.group)
             if waiting is not None:
-                total += _finish(waiting, q, k, weights, target, factor, relu, cut, grads)
+                total += _finish(waiting, q, k, weights, target, factor, scoring, cut, grads)
             waiting = part
     if waiting is not None:
-        total += _finish(waiting, q, k, weights, target, factor, relu, cut, grads)
+        total += _finish(waiting, q, k, weights, target, factor, scoring, cut, grads)
     return total, grads
 
 
@@ -356,7 +387,7 @@ def _normalizers(
     rows: slice,
     columns: slice,
     cut: Cut,
-    relu: bool,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp over a block's tiles: of attention [rows, H], of index scores [rows]."""
     query, acc = target.query[rows], wide(q, k)
@@ -366,7 +397,7 @@ def _normalizers(
     for tile in chosen.tiles(rows, columns, cut.keys):
         for some, normalizer in zip(_groups(heads, cut.heads), attention, strict=True):
             normalizer.add(_logits(query, target.key, tile, some, target.scale)[0])
-        index.add(_scores(q, k, weights, tile, relu, cut.heads))
+        index.add(_scores(q, k, weights, tile, scoring, cut.heads))
     return torch.cat([normalizer.lse() for normalizer in attention], 1), index.lse()
 
 
@@ -388,7 +419,7 @@ def _finish(
     weights: Tensor,
     target: Target,
     factor: Tensor,
-    relu: bool,
+    scoring: Scoring,
     cut: Cut,
     grads: Grads | None,
 ) -> Tensor:
@@ -397,12 +428,12 @@ def _finish(
     counted = tile.valid if target.rows is None else tile.valid & target.rows[rows, None]
     wanted = part.wait().div_(target.heads)
     base = part.index_lse.masked_fill(part.index_lse == float("-inf"), 0.0)
-    log = _scores(q[rows], k, weights[rows], tile, relu, cut.heads).sub_(base[:, None])
+    log = _scores(q[rows], k, weights[rows], tile, scoring, cut.heads).sub_(base[:, None])
     log = log.masked_fill_(~counted, 0.0)
     kl = (wanted.clamp_min(EPS).log_().sub_(log).mul_(wanted)).masked_fill_(~counted, 0.0).sum()
     if grads is not None:
         di = log.exp_().sub_(wanted).masked_fill_(~counted, 0.0).mul_(factor)
-        _score_gradient(q[rows], k, weights[rows], di, tile, relu, cut.heads, rows, grads)
+        _score_gradient(q[rows], k, weights[rows], di, tile, scoring.relu, cut.heads, rows, grads)
     return kl
 
 
@@ -433,7 +464,7 @@ def _score_gradient(
 
 
 class Loss(torch.autograd.Function):
-    """loss = Loss.apply(q, k, weights, target, chosen, factor, budget, relu); fp32 (or fp64) scalar.
+    """loss = Loss.apply(q, k, weights, target, chosen, factor, budget, scoring); fp32 (or fp64) scalar.
 
     q, k and weights carry the gradient, which is computed with the loss: it is known up to one factor.
     """
@@ -448,10 +479,10 @@ class Loss(torch.autograd.Function):
         chosen: Chosen,
         factor: Tensor,
         budget: int,
-        relu: bool,
+        scoring: Scoring,
     ) -> Tensor:
         need = any(ctx.needs_input_grad[:3])
-        kl, grads = kl_loss(q, k, weights, target, chosen, factor, budget, relu=relu, need=need)
+        kl, grads = kl_loss(q, k, weights, target, chosen, factor, budget, scoring=scoring, need=need)
         if grads is not None:
             ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, (q, k, weights), strict=True)))
         return kl * factor
@@ -579,8 +610,8 @@ def loss(
     factor: Tensor,
     budget: int,
     *,
-    relu: bool = True,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """`Loss.apply`, typed."""
-    value: Tensor = Loss.apply(q, k, weights, target, chosen, factor, budget, relu)  # type: ignore[no-untyped-call]
+    value: Tensor = Loss.apply(q, k, weights, target, chosen, factor, budget, scoring)  # type: ignore[no-untyped-call]
     return value

@@ -44,6 +44,13 @@ def have_triton() -> bool:
     return True
 
 
+def nvrtc_missing() -> bool:
+    """Whether the compiler of the CUDA C++ kernels is not to be found."""
+    from dsv32.dsa.kernels import cuda
+
+    return cuda.nvrtc() is None
+
+
 def why_not(*tensors: Tensor) -> str | None:
     """The reason why these tensors cannot use the GPU kernels at all, or None."""
     if not all(t.is_cuda for t in tensors):
@@ -135,15 +142,21 @@ def backward(
     if sk <= 2 * RESIDENT_KEYS:
         dq, dkv = _cudnn_backward(fixed, kv, idx, tiles.used(idx), scale)
         return dq[:, :heads], dkv
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dq = None
+    shares: list[Tensor] = []
     dkv = torch.empty_like(kv)
     part = torch.empty_like(idx)
     for lo in range(0, sk, RESIDENT_KEYS):
         hi = min(lo + RESIDENT_KEYS, sk)
         length = tiles.within(idx, lo, hi, part)
         share, dkv[lo:hi] = _cudnn_backward(fixed, kv[lo:hi], part, length, scale)
-        dq += share
-    return dq[:, :heads].to(q.dtype), dkv
+        shares.append(share)
+        if len(shares) == 4 or hi == sk:
+            # Four at a time: a running fp32 sum would be read and written for every range.
+            dq = tiles.add_up(shares, dq, torch.float32 if hi < sk else q.dtype)
+            shares.clear()
+    assert dq is not None
+    return dq[:, :heads], dkv
 
 
 def _cudnn_backward(
@@ -174,24 +187,16 @@ def causal_scores(q: Tensor, k: Tensor, weights: Tensor, offset: int) -> Tensor:
     return scores
 
 
-def topk(scores: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """cuDNN top-k over each row's first lengths[i] columns: (int32 ascending, -1 last; values, -inf there).
-
-    Ties go to the smaller column. Ascending order also makes slots agree between tensor-parallel ranks, which
-    sum the KL target slot by slot.
-    """
-    dsa = cudnn_dsa()
-    assert dsa is not None
-    got = dsa.indexer_top_k_wrapper(
-        scores, lengths, count, next_n=1, return_val=True, tie_break=1, deterministic=True
-    )
-    return got["indices"], got["values"]
-
-
 def sparse_target(query: Tensor, kv: Tensor, lse: Tensor, indices: Tensor, scale: float) -> Tensor:
     """cuDNN KL target: sum over heads of exp(s - lse) at the chosen keys, fp32 [sq, topk]."""
     heads = query.size(1)
     topk_count = indices.size(1)
+    if query.size(0) == 1:
+        # The wrapper takes the strides of a dimension of one row for a layout it does not know.
+        return sparse_target(query.expand(2, -1, -1), kv, lse.expand(2, -1), indices.expand(2, -1), scale)[
+            :1
+        ].contiguous()
+    query = query.contiguous()
     idx = pad_columns(indices, 128)
     lse = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
     if heads < 16:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsv32.dsa import blocked, gpu, selection, streaming
 from dsv32.dsa.plan import Bounds, blocks, even_step, row_step
+from dsv32.dsa.scores import Scorer
 from dsv32.dsa.settings import Settings, decline
 
 
@@ -126,17 +127,18 @@ def sparse_loss(
     target = sparse_target(inputs, settings)
     _reduce(target, inputs.tp_group)
     per_row, predict = kl.sparse(target, picked, indices, inputs.rows)
-    if need and _cudnn_gradient(q, inputs, settings):
+    total = per_row.sum()
+    if not need:
+        return total, None
+    if _cudnn_gradient(q, inputs, settings):
         idx = gpu.pad_columns(indices, 128)
         extra = idx.size(1) - indices.size(1)
         if extra:
             target, predict = (torch.nn.functional.pad(t, (0, extra)) for t in (target, predict))
         dq, dw, dk = gpu.indexer_backward(q, k, weights, target, predict, idx, factor)
-        return per_row.sum(), (dq, dk, dw)
-    total = per_row.sum()
-    if not need:
-        return total, None
-    return total, _score_gradient(q, k, weights, predict.sub_(target), factor, indices, inputs, settings)
+        return total, (dq, dk, dw)
+    gradient = _score_gradient_by_pairs if _pairs_gradient(q, k, inputs) else _score_gradient
+    return total, gradient(q, k, weights, predict.sub_(target), factor, indices, inputs, settings)
 
 
 def _in_torch(
@@ -160,14 +162,59 @@ def _in_torch(
     chosen = blocked.Chosen(
         visible=blocked.Visible(bounds=inputs.bounds), indices=inputs.indices if sparse else None
     )
+    scoring = blocked.Scoring(relu=inputs.relu, fp8=settings.indexer == "fp8")
     return blocked.kl_loss(
-        q, k, weights, target, chosen, factor, settings.byte_budget, relu=inputs.relu, need=need
+        q, k, weights, target, chosen, factor, settings.byte_budget, scoring=scoring, need=need
     )
+
+
+# Picoseconds of an H200 at 64 index heads per (row, key) of the dense blocks and per (row, chosen key) of the
+# pairs.
+GRADIENT_TILE_PS, GRADIENT_PAIR_PS = 118.0, 360.0
+
+
+def _pairs_gradient(q: Tensor, k: Tensor, inputs: LossInputs) -> bool:
+    """Whether going over the chosen pairs alone is estimated faster than dense blocks; both deterministic."""
+    if q.size(1) < 16:
+        return False  # the kernel's products sum over heads, sixteen at least
+    assert inputs.indices is not None
+    sq, sk, topk = q.size(0), k.size(0), inputs.indices.size(1)
+    return GRADIENT_PAIR_PS * topk < GRADIENT_TILE_PS * (sk - min(sq, sk) / 2)
+
+
+def _score_gradient_by_pairs(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    di: Tensor,
+    factor: Tensor,
+    indices: Tensor,
+    inputs: LossInputs,
+    settings: Settings,
+) -> Grads:
+    """Gradient through the scores from factor * di [sq, topk], by the chosen pairs: equal bits every run."""
+    from dsv32.dsa.kernels import pairs, tiles
+
+    dq = torch.empty_like(q)
+    dw = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
+    dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
+    length = tiles.used(indices)
+    for rows, place, offsets, part in pairs.walk(
+        indices, k.size(0), k.size(1), q.dtype, settings.byte_budget
+    ):
+        pairs.indexer(
+            q[rows], k, weights[rows], di[rows], indices[rows], place, length[rows], factor, inputs.relu,
+            dq[rows], dw[rows], part,
+        )  # fmt: skip
+        pairs.add_up(part, offsets, dk)
+    return dq, dk, dw
 
 
 def _cudnn_gradient(q: Tensor, inputs: LossInputs, settings: Settings) -> bool:
     """cuDNN's indexer backward adds dk with atomics, has the relu built in, and on Hopper needs 64 heads."""
-    return not settings.deterministic and inputs.relu and gpu.cudnn_dsa() is not None and q.size(1) == 64
+    if settings.deterministic or not inputs.relu or gpu.cudnn_dsa() is None:
+        return False
+    return q.size(1) == 64 and q.size(0) > 1
 
 
 def sparse_target(inputs: LossInputs, settings: Settings) -> Tensor:
@@ -186,7 +233,7 @@ def sparse_target(inputs: LossInputs, settings: Settings) -> Tensor:
     lse2 = tiles.base2(torch.nn.functional.pad(lse, (0, query.size(1) - heads), value=float("inf")))
     out = torch.zeros(sq, topk, dtype=torch.float32, device=query.device)
     step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 16), 16)
-    for block in blocks(inputs.bounds, step):
+    for block in reversed(blocks(inputs.bounds, step)):
         if block.width == 0:
             continue
         rows = slice(block.lo, block.hi)
@@ -228,7 +275,7 @@ def _score_gradient(
     sq, sk = q.size(0), k.size(0)
     grads = _zeros(q, k, weights)
     step = even_step(sq, row_step(sq, sk * 8, settings.byte_budget, 128), 128)
-    for block in blocks(inputs.bounds, step):
+    for block in reversed(blocks(inputs.bounds, step)):
         if block.width == 0:
             continue
         rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
@@ -280,11 +327,12 @@ def dense_loss(
     step = even_step(sq, row_step(sq, sk * 16, settings.byte_budget, 128), 128)
     grads = _zeros(q, k, weights) if need else None
     total = torch.zeros((), dtype=torch.float32, device=q.device)
-    for block in blocks(inputs.bounds, step):
+    scorer = Scorer.of(q, k, weights, inputs.relu, settings)
+    for block in reversed(blocks(inputs.bounds, step)):
         if block.width == 0:
             continue
         rows, keys = slice(block.lo, block.hi), slice(block.key_lo, block.key_hi)
-        target, scores = _dense_block(q, k, weights, inputs, rows, keys)
+        target, scores = _dense_block(scorer, inputs, rows, keys)
         _reduce(target, inputs.tp_group)
         row_ok = None if inputs.rows is None else inputs.rows[rows]
         starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
@@ -295,14 +343,12 @@ def dense_loss(
     return total, grads
 
 
-def _dense_block(
-    q: Tensor, k: Tensor, weights: Tensor, inputs: LossInputs, rows: slice, keys: slice
-) -> tuple[Tensor, Tensor]:
+def _dense_block(scorer: Scorer, inputs: LossInputs, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
     """(target, scores) of one block, [rows, width].
 
     Columns a row may not see hold anything finite or nothing.
     """
-    from dsv32.dsa.kernels import indexer, tiles
+    from dsv32.dsa.kernels import tiles
 
     starts, ends = inputs.bounds.starts[rows], inputs.bounds.ends[rows]
     width = keys.stop - keys.start
@@ -313,4 +359,4 @@ def _dense_block(
         query[rows], inputs.kv, tiles.base2(lse), starts, ends, keys.start, width, inputs.scale
     )
     first = torch.full_like(starts, keys.start)
-    return target, indexer.scores(q[rows], k, weights[rows], first, ends, width, inputs.relu)
+    return target, scorer.kernel(rows, first, ends, width)

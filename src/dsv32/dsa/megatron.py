@@ -13,6 +13,7 @@ call is outside its contract, says why, and raises instead in strict mode.
 # ruff: noqa: ANN401  # Megatron's own types are not imported: this package runs without Megatron
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +30,7 @@ def _settings(config: Any | None) -> Settings:
     """Settings from the environment; Megatron's deterministic mode switches ours on."""
     settings = Settings.from_env()
     if getattr(config, "deterministic_mode", False) and not settings.deterministic:
-        return Settings(
-            byte_budget=settings.byte_budget, strict=settings.strict, deterministic=True, path=settings.path
-        )
+        return replace(settings, deterministic=True)
     return settings
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv32.dsa import blocked, gpu
 from dsv32.dsa.plan import Bounds, even_step, row_step
+from dsv32.dsa.scores import Scorer
 from dsv32.dsa.settings import Settings, decline
 
 
@@ -27,46 +28,32 @@ def select(
     with torch.no_grad():
         q, k, weights = q.detach().contiguous(), k.detach().contiguous(), weights.detach().contiguous()
         reason = why_torch(q, k, settings)
-        if reason is None and gpu.cudnn_dsa() is None:
-            reason = "the cuDNN frontend's DSA (top-k) is not importable"
         if reason is not None:
             if q.is_cuda and settings.path != "torch":
                 decline(settings, "indexer top-k", reason)
+            scoring = blocked.Scoring(relu=relu, fp8=settings.indexer == "fp8")
             visible = blocked.Visible(bounds=bounds)
-            return blocked.select(q, k, weights, visible, count, settings.byte_budget, relu=relu)
-        indices = torch.full((sq, count), -1, dtype=torch.int32, device=q.device)
-        picked = torch.full((sq, count), float("-inf"), dtype=torch.float32, device=q.device)
+            return blocked.select(q, k, weights, visible, count, settings.byte_budget, scoring=scoring)
+        indices = torch.empty(sq, count, dtype=torch.int32, device=q.device)
+        picked = torch.empty(sq, count, dtype=torch.float32, device=q.device)
         if sq and count:
-            _select_gpu(q, k, weights, bounds, relu, settings, indices, picked)
+            scorer = Scorer.of(q, k, weights, relu, settings)
+            _select_gpu(scorer, bounds, settings, indices, picked)
     return indices, picked
 
 
-def _select_gpu(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    bounds: Bounds,
-    relu: bool,
-    settings: Settings,
-    indices: Tensor,
-    picked: Tensor,
-) -> None:
-    from dsv32.dsa.kernels import indexer
+def _select_gpu(scorer: Scorer, bounds: Bounds, settings: Settings, indices: Tensor, picked: Tensor) -> None:
+    from dsv32.dsa.kernels import topk
 
-    sq, sk = q.size(0), k.size(0)
-    lengths = bounds.lengths()
-    # Four bytes a score, and the top-k kernel's scratch is twice its input.
-    step = even_step(sq, row_step(sq, sk * 12, settings.byte_budget, 128), 128)
-    buffer = torch.empty(step, -(-sk // 4) * 4, dtype=torch.float32, device=q.device)
+    sq, sk = bounds.sq, bounds.sk
+    step = even_step(sq, row_step(sq, sk * 4, settings.byte_budget, 128), 128)
+    buffer = torch.empty(step, -(-sk // 4) * 4, dtype=torch.float32, device=indices.device)
     for lo in range(0, sq, step):
         rows = slice(lo, min(lo + step, sq))
-        scores = buffer[: rows.stop - lo]
-        indexer.scores(q[rows], k, weights[rows], bounds.starts[rows], bounds.ends[rows], sk, relu, scores)
-        local, picked[rows] = gpu.topk(scores, lengths[rows], indices.size(1))
-        if bounds.causal_offset is None:
-            # Columns count from each row's first key, so that the valid ones are a prefix.
-            local = torch.where(local >= 0, local + bounds.starts[rows, None], local)
-        indices[rows] = local
+        starts, ends = bounds.starts[rows], bounds.ends[rows]
+        scores = scorer.kernel(rows, starts, ends, sk, buffer[: rows.stop - lo])
+        # Columns count from each row's first key, so that the valid ones are a prefix.
+        topk.topk(scores[:, :sk], starts, ends, indices[rows], picked[rows])
 
 
 def why_torch(q: Tensor, k: Tensor, settings: Settings) -> str | None:
@@ -76,6 +63,8 @@ def why_torch(q: Tensor, k: Tensor, settings: Settings) -> str | None:
     reason = gpu.why_not(q, k)
     if reason is not None:
         return reason
+    if gpu.nvrtc_missing():
+        return "NVRTC (libnvrtc), which compiles the top-k kernel, was not found beside torch"
     if q.size(-1) != 128:
         return f"index head dim {q.size(-1)}, the kernels have 128"
     if q.size(1) not in (8, 16, 32, 64, 128):

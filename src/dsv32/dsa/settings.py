@@ -32,19 +32,26 @@ class Settings:
     deterministic: bitwise equal results from run to run. `DSV32_DSA_DETERMINISTIC`; unset follows
         `torch.use_deterministic_algorithms`.
     path: `auto` uses the GPU kernels where they run; `torch` forces PyTorch.
-    `DSV32_DSA_PATH`.
+        `DSV32_DSA_PATH`.
+    indexer: `bf16`, or `fp8` for index scores of queries and keys rounded to e4m3 with a scale for every 128
+        channels, as DeepSeek-V3.2 serves its indexer. It changes which keys are chosen and the KL loss's
+        value; gradients go straight through the rounding, to the values given. `DSV32_DSA_INDEXER`, default
+        bf16.
     """
 
     byte_budget: int = 512 << 20
     strict: bool = False
     deterministic: bool = False
     path: str = "auto"
+    indexer: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.byte_budget < 1 << 16:
             raise ValueError(f"byte_budget must be at least 65536 bytes, got {self.byte_budget}")
         if self.path not in ("auto", "torch"):
             raise ValueError(f"path must be auto or torch, got {self.path!r}")
+        if self.indexer not in ("bf16", "fp8"):
+            raise ValueError(f"indexer must be bf16 or fp8, got {self.indexer!r}")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -59,6 +66,7 @@ class Settings:
             strict=_flag(env.get("DSV32_DSA_STRICT", "0")),
             deterministic=torch.are_deterministic_algorithms_enabled() if det is None else _flag(det),
             path=env.get("DSV32_DSA_PATH", "auto"),
+            indexer=env.get("DSV32_DSA_INDEXER", "bf16"),
         )
 
 

@@ -74,7 +74,7 @@ def topk(
     rules = Masking(**masking)
     if index_topk >= sk and config.dsa_kernel_backend == "none":
         return torch.arange(sk, dtype=torch.int32, device=q.device).expand(batch, sq, sk)
-    budget = Settings.from_env().byte_budget
+    settings = Settings.from_env()
     with torch.no_grad():
         found = [
             blocked.select(
@@ -83,8 +83,8 @@ def topk(
                 weights[:, i],
                 rules.of(i, sq, sk, q.device),
                 min(index_topk, sk),
-                budget,
-                relu=use_relu,
+                settings.byte_budget,
+                scoring=blocked.Scoring(relu=use_relu, fp8=settings.indexer == "fp8"),
             )[0]
             for i in range(batch)
         ]
@@ -118,7 +118,8 @@ def topk_with_loss(
     sk = k.size(0)
     rows = None if query_valid_rows is None else query_valid_rows.to(torch.bool).expand(batch, sq)
     factor = loss_factor(loss_coeff, rows, batch * sq, calculate_per_token_loss, q.device)
-    budget, rules = Settings.from_env().byte_budget, Masking(**masking)
+    settings, rules = Settings.from_env(), Masking(**masking)
+    scoring = blocked.Scoring(relu=use_relu, fp8=settings.indexer == "fp8")
     losses = []
     for i in range(batch):
         target = blocked.Target(
@@ -130,7 +131,9 @@ def topk_with_loss(
         )
         chosen = _chosen(rules.of(i, sq, sk, q.device), indices[i] if sparse_loss else None)
         losses.append(
-            blocked.loss(q[:, i], k[:, i], weights[:, i], target, chosen, factor, budget, relu=use_relu)
+            blocked.loss(
+                q[:, i], k[:, i], weights[:, i], target, chosen, factor, settings.byte_budget, scoring=scoring
+            )
         )
     return indices, torch.stack(losses).sum()
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-SCORES = (128, 128, 4, 8)  # tokens and keys of a tile, stages, warps
+SCORES, SCORES_FP8 = (128, 64, 3, 4), (64, 128, 3, 4)  # tokens and keys of a tile, stages, warps
 # Gradient of q: heads that share a tile of dI, keys in a tile, rows in a tile, stages, warps.
 GQ_HEADS, GQ_KEYS, GQ_ROWS, GQ_STAGES, GQ_WARPS = 64, 64, 64, 3, 4
 # Gradient of k: keys in a tile, stages, warps; tokens that are skipped together where they see no key of the
@@ -27,19 +27,48 @@ GK_KEYS, GK_STAGES, GK_WARPS, GROUP = 64, 3, 4, 64
 
 
 @triton.jit
+def _quantise(x, values, scales, rows, R: tl.constexpr, D: tl.constexpr):
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    where = r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    ok = r < rows
+    v = tl.load(x + where, mask=ok[:, None], other=0.0).to(tl.float32)
+    bits = (tl.maximum(tl.max(tl.abs(v), 1), 1e-4) * (1 / 448)).to(tl.int32, bitcast=True)
+    # The exponent of the power of two at or above; dividing by it is a product with its exact inverse.
+    exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+    v *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    tl.store(values + where, v.to(values.dtype.element_ty), mask=ok[:, None])
+    tl.store(scales + r, (exponent << 23).to(tl.float32, bitcast=True), mask=ok)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`streaming.quantise` of contiguous x [..., 128] in one pass: (e4m3 as x, fp32 scales [...])."""
+    if x.size(-1) != 128 or not x.is_contiguous():
+        raise ValueError(f"quantise needs contiguous rows of 128 channels, got {tuple(x.shape)}")
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rows = scales.numel()
+    if rows:
+        _quantise[(triton.cdiv(rows, 32),)](x, values, scales, rows, R=32, D=128, num_warps=4)
+    return values, scales
+
+
+@triton.jit
 def _scores(
     q,
     k,
     w,
+    k_scale,
     starts,
     ends,
     out,
     rows,
     width,
+    keys,
     w_stride,
     out_stride,
     HI: tl.constexpr,
     RELU: tl.constexpr,
+    SCALED: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     D: tl.constexpr,
@@ -62,6 +91,8 @@ def _scores(
             if RELU:
                 s = tl.maximum(s, 0.0)
             acc += s * tl.load(w + h * w_stride + t, mask=ok_t, other=0.0)[:, None]
+        if SCALED:
+            acc *= tl.load(k_scale + n, mask=n < keys, other=0.0)[None, :]
         col = n[None, :] - st[:, None]
         ok = ok_t[:, None] & (n[None, :] < en[:, None]) & (col >= 0) & (col < width)
         tl.store(out + t.to(tl.int64)[:, None] * out_stride + col, acc, mask=ok)
@@ -76,13 +107,15 @@ def scores(
     width: int,
     relu: bool = True,
     out: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     """fp32 [rows, width]; column c of row i is the score of key starts[i] + c.
 
     Columns past a row's keys are unwritten.
 
     q: bf16 [rows, Hi, 128] contiguous; k: bf16 [sk, 128]; weights: [rows, Hi]; starts, ends: int32 [rows];
-    width: at least the largest ends - starts.
+    width: at least the largest ends - starts. q and k may be e4m3: k_scale fp32 [sk] then multiplies the
+    columns, and the queries' scales belong into the weights.
     """
     rows, heads, dim = q.shape
     if dim != 128 or not (q.is_contiguous() and k.is_contiguous() and weights.is_contiguous()):
@@ -91,7 +124,7 @@ def scores(
         out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
     # Rows of one tile may start at different keys (a packed boundary inside the tile): their union can be as
     # wide as all keys, so the grid covers sk; tiles past the last key of their rows leave at once.
-    tokens, keys, stages, warps = SCORES
+    tokens, keys, stages, warps = SCORES if k_scale is None else SCORES_FP8
     w_t = weights.t().float().contiguous()
     q_tiles = TensorDescriptor.from_tensor(q.view(rows, heads * dim), [tokens, dim])
     k_tiles = TensorDescriptor.from_tensor(k, [keys, dim])
@@ -100,15 +133,18 @@ def scores(
         q_tiles,
         k_tiles,
         w_t,
+        w_t if k_scale is None else k_scale,
         starts,
         ends,
         out,
         rows,
         width,
+        k.size(0),
         w_t.stride(0),
         out.stride(0),
         heads,
         relu,
+        k_scale is not None,
         BT=tokens,
         BN=keys,
         D=dim,

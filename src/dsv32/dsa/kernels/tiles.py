@@ -96,7 +96,7 @@ def _tile(
         where = r.to(tl.int64) * out_stride + pid_n
         tl.store(out_a + where, m, mask=row_ok)
         tl.store(out_b + where, total, mask=row_ok)
-    else:
+    elif (MODE == 2) | live:  # nobody reads the target of a tile outside all bounds
         base = tl.load(lse2 + r, mask=row_ok, other=float("inf"))
         p = tl.where(ok, tl.exp2(s2 - base[:, None]), 0.0)
         if MODE == 1:
@@ -318,6 +318,8 @@ def target(
 ) -> Tensor:
     """Sum over heads of exp(s - lse) at each valid (and kept) key: fp32 [tokens, width].
 
+    Columns outside a row's bounds are 0 or not written.
+
     lse2: `base2(lse)`, [tokens, H]; +inf for a head that must add nothing.
     """
     tokens = query.size(0)
@@ -366,6 +368,42 @@ def gradients(
         keep=keep,
     )
     return p[:, :width], ds[:, :width]
+
+
+@triton.jit
+def _add_four(a, b, c, d, before, out, count, N: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < count
+    total = tl.load(a + i, mask=ok, other=0.0).to(tl.float32)
+    if N > 1:
+        total += tl.load(b + i, mask=ok, other=0.0).to(tl.float32)
+    if N > 2:
+        total += tl.load(c + i, mask=ok, other=0.0).to(tl.float32)
+    if N > 3:
+        total += tl.load(d + i, mask=ok, other=0.0).to(tl.float32)
+    if BEFORE:
+        total += tl.load(before + i, mask=ok, other=0.0)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=ok)
+
+
+def add_up(shares: list[Tensor], before: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of one to four contiguous tensors of one shape, and of before (fp32) where given, in dtype."""
+    out = torch.empty(shares[0].shape, dtype=dtype, device=shares[0].device)
+    four = [*shares, *shares[:1] * (4 - len(shares))]
+    if not all(t.is_contiguous() for t in four):
+        raise ValueError("add_up needs contiguous tensors")
+    if out.numel():
+        _add_four[(triton.cdiv(out.numel(), 2048),)](
+            *four,
+            out if before is None else before,
+            out,
+            out.numel(),
+            N=len(shares),
+            BEFORE=before is not None,
+            BLOCK=2048,
+            num_warps=4,
+        )
+    return out
 
 
 @triton.jit
