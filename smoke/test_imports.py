@@ -43,4 +43,6 @@ def test_top_module_imports(image_share, distribution, module):
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"], check=False, capture_output=True, text=True, timeout=300
     )
+    if "libcuda.so.1: cannot open" in done.stderr:
+        pytest.skip("libcuda.so.1 is missing: it comes with an NVIDIA driver")
     assert done.returncode == 0, f"{distribution}: {done.stderr[-600:]}"

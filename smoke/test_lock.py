@@ -114,19 +114,20 @@ def test_compiled_distributions_carry_the_marker_of_the_locked_source(lock, inst
 
 
 @pytest.fixture(scope="module")
-def removed(image_share):
-    """Files that the image goes without on purpose, by the patterns that pyproject.toml gives."""
-    build = json.loads((image_share / "build.json").read_text())
-    return [glob for globs in build["removed"].values() for glob in globs]
+def removed(image_share, lock):
+    """By distribution: patterns of files that the image goes without on purpose."""
+    globs = json.loads((image_share / "build.json").read_text())["removed"]
+    layers = lock["layers"].items()
+    return {name: globs.get(layer, []) for layer, section in layers for name in section.get("wheels", {})}
 
 
 def test_every_file_of_every_distribution_has_its_recorded_hash(installed, removed, record_property):
     site, wrong, count = site_packages(), [], 0
-    for dist in installed.values():
+    for name, dist in installed.items():
         for file in dist.files:
             if file.hash is None:
                 continue
-            if any(fnmatch.fnmatchcase(str(file), glob) for glob in removed):
+            if any(fnmatch.fnmatchcase(str(file), glob) for glob in removed.get(name, [])):
                 assert not (site / file).exists(), f"{file} should have been removed"
                 continue
             data = (site / file).read_bytes()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ARCH = re.compile(r"[1-9][0-9]?\.[0-9]")
 _SEPARATORS = re.compile(r"[-_.]+")
 _TOOL_KEYS = {"wheels", "debs", "compile", "compile-debs"}
-_LAYER_KEYS = {"name", "debs", "wheels", "collect", "compile", "remove", "tree"}
+_LAYER_KEYS = {"name", "debs", "wheels", "collect", "compile", "metadata-only", "remove", "tree"}
 _VARIANT_KEYS = {"summary", "python-from-debs", "leave-out", "compatible-with", "cuda-archs", "layers"}
 _TOP_KEYS = {
     "epoch",
@@ -45,7 +45,8 @@ class LayerConfig:
 
     `collect` holds glob patterns of distribution names that land here although nobody lists them; the
     longest pattern that fits decides. `compile` names those of its sdists that a compiler builds on the
-    layers below. `remove` holds glob patterns of installed paths, below the environment's prefix, that
+    layers below. `metadata_only` names those of which no more than name and version is installed. `remove`
+    holds glob patterns of installed paths, below the environment's prefix, that
     the image does without. `tree` holds folders of this repository.
     """
 
@@ -54,6 +55,7 @@ class LayerConfig:
     wheels: tuple[str, ...] = ()
     collect: tuple[str, ...] = ()
     compile: tuple[str, ...] = ()
+    metadata_only: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
     tree: tuple[str, ...] = ()
 
@@ -198,6 +200,7 @@ def _layer(item: dict[str, Any], variant: str) -> LayerConfig:
         wheels=_strings(item.get("wheels", []), where),
         collect=_strings(item.get("collect", []), where),
         compile=tuple(normalise(d) for d in _strings(item.get("compile", []), where)),
+        metadata_only=tuple(normalise(d) for d in _strings(item.get("metadata-only", []), where)),
         remove=_strings(item.get("remove", []), where),
         tree=_strings(item.get("tree", []), where),
     )

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from dsv32_image.compiled import CompiledWheels
 from dsv32_image.errors import WheelError
-from dsv32_image.files import copy_stream, link_or_copy, temporary_folder, tree_files
+from dsv32_image.files import copy_stream, link_or_copy, sha256_file, temporary_folder, tree_files
 from dsv32_image.layers import TOOLKIT, removed
 from dsv32_image.lockfile import GitDist
 from dsv32_image.own_wheel import make_own_wheel
-from dsv32_image.wheels import PatchedWheel, patch_wheel
+from dsv32_image.wheels import PatchedWheel, metadata_only, patch_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ def make_context(
         for plan in plans:
             target = folder / plan.name
             target.mkdir()
-            lines = _wheel_lines(plan, store, ready, target)
+            lines = _wheel_lines(plan, store, ready, target, epoch=config.epoch)
             (target / "remove.txt").write_text("".join(f"{glob}\n" for glob in plan.config.remove))
             if plan.config.tree:
                 lines += _own_files(root, config, lock, variant, plan, target)
@@ -123,12 +123,18 @@ def _tools(root: Path, config: Config, lock: Lock, store: Store, folder: Path) -
         wheel.unlink()
 
 
-def _wheel_lines(plan: LayerPlan, store: Store, ready: Mapping[str, PatchedWheel], folder: Path) -> list[str]:
+def _wheel_lines(
+    plan: LayerPlan, store: Store, ready: Mapping[str, PatchedWheel], folder: Path, *, epoch: int
+) -> list[str]:
     lines = []
     for dist in plan.section.wheels:
         if wheel := ready.get(dist.name):
             link_or_copy(wheel.path, folder / wheel.path.name)
             lines.append(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}")
+        elif dist.name in plan.config.metadata_only:
+            with temporary_folder(folder / "whole") as whole:
+                path = metadata_only(store.place(dist, whole), folder, epoch=epoch)
+            lines.append(f"{dist.name}=={dist.version} --hash=sha256:{sha256_file(path)}")
         else:
             store.place(dist, folder)
             lines.append(f"{dist.name}=={dist.version} --hash=sha256:{dist.sha256}")

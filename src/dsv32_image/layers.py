@@ -72,7 +72,7 @@ def dockerfile_name(variant: str) -> str:
 def _contents(
     root: Path, variant: VariantConfig, layer: LayerConfig, section: LayerLock, lock: Lock
 ) -> list[str]:
-    parts = [json.dumps(layer.remove)]
+    parts = [json.dumps(layer.remove), json.dumps(layer.metadata_only)]
     for dist in section.wheels:
         parts += [dist.name, dist.sha256]
         if dist.name in lock.patches:

@@ -74,7 +74,11 @@ def make_lock(
         ui.say("   lock  nothing newer that fits; versions.lock unchanged")
         return False
     write_lock(root, lock)
-    ui.table("versions.lock", ("what", "was", "is"), changes(old, lock))
+    rows = changes(old, lock)
+    if rows:
+        ui.table("versions.lock", ("what", "was", "is"), rows)
+    else:
+        ui.say("   lock  took up pyproject.toml as it is now; no version moved")
     if store:
         _say_misfits(root, lock, store, ui)
     return True

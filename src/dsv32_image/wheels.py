@@ -315,6 +315,21 @@ def _relabel(
     return with_record(renamed, folder)
 
 
+def metadata_only(source: Path, out_dir: Path, *, epoch: int) -> Path:
+    """Write a wheel anew that installs no more than its .dist-info: name, version and requirements.
+
+    Raises:
+        WheelError: It is damaged or no wheel.
+    """
+    files = read_archive(source)
+    upstream = _Upstream.read(files, source)
+    top, record = f"{upstream.dist_info}/", f"{upstream.dist_info}/RECORD"
+    kept = {name: state for name, state in files.items() if name.startswith(top) and name != record}
+    path = out_dir / f"{upstream.stem(upstream.version)}-{upstream.tags}.whl"
+    pack_wheel(with_record(kept, upstream.dist_info), path, epoch)
+    return path
+
+
 def repack(
     source: Path,
     out_dir: Path,

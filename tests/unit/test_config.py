@@ -64,7 +64,7 @@ def test_a_mistake_is_named(tmp_path, change, word):
         (("epoch = 100", "epoch = 100\ndpkg_exclude = []"), "'dpkg_exclude'; did you mean 'dpkg-exclude'?"),
         (
             ('wheels = ["einops"]', "colour = 1"),
-            "'colour' (known: collect, compile, debs, name, remove, tree, wheels)",
+            "'colour' (known: collect, compile, debs, metadata-only, name, remove, tree, wheels)",
         ),
     ],
 )

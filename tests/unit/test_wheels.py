@@ -21,7 +21,7 @@ from dsv32_image import wheels
 from dsv32_image.errors import DiskFullError, PatchError, WheelError
 from dsv32_image.own_wheel import make_own_wheel
 from dsv32_image.patching import series_sha256
-from dsv32_image.wheels import MARKER, patch_wheel, read_archive
+from dsv32_image.wheels import MARKER, metadata_only, patch_wheel, read_archive
 
 EPOCH = 1_764_460_800
 INFO = "pkg-1.0.dist-info"
@@ -326,3 +326,20 @@ def test_the_own_wheel_brings_a_torchrun_where_torch_has_none_that_starts(tmp_pa
         assert "dsv32/torchrun.py" in archive.namelist()
     assert "dsv32 = dsv32.cli:main\n" in commands
     assert ("torchrun = dsv32.torchrun:main\n" in commands) == torchrun
+
+
+def test_a_wheel_of_metadata_alone_installs_no_module(tmp_path):
+    source = tmp_path / "te-1.0-py3-none-any.whl"
+    info = "te-1.0.dist-info"
+    with zipfile.ZipFile(source, "w") as archive:
+        archive.writestr("te/__init__.py", "x = 1")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: te\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "te/__init__.py,,\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    made = metadata_only(source, out, epoch=EPOCH)
+    assert made.name == source.name
+    with zipfile.ZipFile(made) as archive:
+        assert archive.namelist() == [f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL")]
+        assert "te/__init__.py" not in archive.read(f"{info}/RECORD").decode()
