@@ -46,8 +46,8 @@ class LayerConfig:
     `collect` holds glob patterns of distribution names that land here although nobody lists them; the
     longest pattern that fits decides. `compile` names those of its sdists that a compiler builds on the
     layers below. `metadata_only` names those of which no more than name and version is installed. `remove`
-    holds glob patterns of installed paths, below the environment's prefix, that
-    the image does without. `tree` holds folders of this repository.
+    holds glob patterns of installed paths, below site-packages, that the image does without. `tree` holds
+    folders of this repository.
     """
 
     name: str
