@@ -372,8 +372,13 @@ def test_a_file_changed_under_a_hunk_is_never_patched(old, new, data):
         lines[at] = b"mutated " + lines[at]
         with pytest.raises(MisfitError):
             apply_file(FileState(b"".join(lines)), file)
-        with pytest.raises(MisfitError):
+        # Elsewhere it may go, but only where its old lines stand.
+        try:
             apply_file(FileState(b"".join(lines)), file, allow_offset=True)
+        except MisfitError:
+            return
+        height = len(hunk.old)
+        assert any(tuple(lines[i : i + height]) == tuple(hunk.old) for i in range(len(lines)))
     else:
         mutated = b"".join(lines[:at] + lines[at + 1 :])
         try:
