@@ -27,6 +27,7 @@ TIMEOUT = timedelta(seconds=240)
 #: imports.
 _PRELOAD = [
     "torch",
+    "dsv32.without_gpu",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.experimental_attention_variant_module_specs",
 ]

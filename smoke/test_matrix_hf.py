@@ -104,7 +104,11 @@ def _megatron(rank: int, device: torch.device, setting: Setting) -> Outcome:
             )
         order = torch.cat([zigzag_rows([length], cp_size=cp_size, cp_rank=r) for r in range(cp_size)])
         logits[length] = _gather(local.float(), order)
-        selections[length] = [_gather(_as_mask(indices, length).to(device), order) for indices in seen]
+        # Where every key is chosen both name future ones as well, which the attention masks.
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        selections[length] = [
+            _gather(_as_mask(indices, length).to(device), order) & causal for indices in seen
+        ]
     checkpoint = gather_full(model, lambda parameter: parameter) | gather_expert_biases(model)
     return Outcome(logits=logits, selections=selections, checkpoint=checkpoint)
 

@@ -18,6 +18,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,13 +47,16 @@ _MARK = "_dsv32_cpu_shim"
 
 
 def prepare() -> None:
-    """Before Megatron is imported, where there is no CUDA: leave its fused pieces uncompiled.
+    """Before Megatron is imported, where there is no CUDA: no compilation and no Transformer Engine.
 
-    Megatron wraps them in torch.compile as it is imported; on CPU that wants a C++ compiler at run time, and
-    spends 18 s on a first step that takes 0.4 s without.
+    Megatron wraps its fused pieces in torch.compile as it is imported; on CPU that wants a C++ compiler at
+    run time, and spends 18 s on a first step that takes 0.4 s without. It takes Transformer Engine's norms,
+    clipping and optimizers where that imports, also for tensors on the CPU, for which it has no kernels.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if "transformer_engine" not in sys.modules:
+            vars(sys)["modules"]["transformer_engine"] = None  # an import of it is an ImportError
 
 
 def install() -> None:
@@ -65,6 +69,7 @@ def install() -> None:
         raise RuntimeError(
             "dsv32.cpu.install(): CUDA is available here; the CPU shim would hide it. Do not call it."
         )
+    prepare()
     if getattr(torch, _MARK, False):
         return
     setattr(torch, _MARK, True)
