@@ -43,6 +43,7 @@ def test_top_module_imports(image_share, distribution, module):
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"], check=False, capture_output=True, text=True, timeout=300
     )
-    if "libcuda.so.1: cannot open" in done.stderr:
+    no_driver = not Path("/proc/driver/nvidia/version").exists()
+    if done.returncode and no_driver and "libcuda.so.1: cannot open" in done.stderr:
         pytest.skip("libcuda.so.1 is missing: it comes with an NVIDIA driver")
     assert done.returncode == 0, f"{distribution}: {done.stderr[-600:]}"

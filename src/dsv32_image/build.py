@@ -253,7 +253,7 @@ def clean(root: Path, cache: Path, *, everything: bool) -> list[Path]:
 def _remove(root: Path, cache: Path, *, everything: bool) -> list[Path]:
     doomed = [root / "build", root / "dist"]
     if everything:
-        doomed += [cache / "layers", cache / "sha256", cache / "partial", cache / "git"]
+        doomed += [cache / "layers", cache / "sha256", cache / "partial", cache / "git", cache / "compiled"]
     removed = [path for path in doomed if path.exists()]
     for path in removed:
         refuse_mounts(path)

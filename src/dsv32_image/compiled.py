@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from string import Template
 from typing import TYPE_CHECKING
 
@@ -199,8 +199,3 @@ def compile_wheel(
     finally:
         engine.remove(tag)
     raise BuildError(f"compiling {job.dist.file} left no wheel", hint=f"see {log}")
-
-
-def describe(job: CompileJob) -> dict[str, object]:
-    """The job as the image's build.json tells it."""
-    return {**asdict(job.dist), "key": job.key, "env": dict(job.env)}
