@@ -16,6 +16,7 @@ from dsv32_image.files import (
     only_one,
     refuse_mounts,
     sha256_parts,
+    sharing,
     temporary_folder,
     write_atomic,
 )
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from dsv32_image.store import Locked
     from dsv32_image.ui import Ui
 
+#: Folders of the cache that builds write to.
+_CACHED = ("layers", "compiled")
+
 
 def build(request: BuildRequest, ui: Ui) -> ImageDigest:
     """Make the image, write it to `dist/<variant>` and load it into the engine.
@@ -51,7 +55,7 @@ def build(request: BuildRequest, ui: Ui) -> ImageDigest:
         ImageError: Whatever a step raises; what was finished before stays usable.
     """
     root, name = request.root, request.variant.name
-    with only_one(root / "build" / name / "lock"):
+    with only_one(root / "build" / name / "lock"), sharing(request.cache.home.parent, _CACHED):
         _sweep(root / "build" / name)
         lock = read_lock(root)
         require_fresh(lock, request.config, patch_series(root))
@@ -92,7 +96,7 @@ def full_context(request: ContextRequest, ui: Ui) -> Path:
     """
     root, name = request.root, request.variant.name
     work = root / "build" / name
-    with only_one(work / "lock"):
+    with only_one(work / "lock"), sharing(request.cache.home.parent, _CACHED):
         lock = read_lock(root)
         require_fresh(lock, request.config, patch_series(root))
         plans = plan_layers(root, request.config, request.variant, lock)

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 from dsv32_image.errors import BusyError, DiskFullError, FileAccessError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _BLOCK = 1 << 20
 
@@ -145,6 +145,23 @@ def only_one(path: Path, *, wait: bool = False) -> Iterator[None]:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def sharing(home: Path, folders: Sequence[str]) -> Iterator[None]:
+    """Use folders of a cache beside other builds, after removing what killed ones left there.
+
+    Temporary names begin with a dot and may be another build's, so they go only while nobody else is here.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "in-use").open("a") as file:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for folder in folders:
+                for leftover in (home / folder).glob(".*"):
+                    shutil.rmtree(leftover)
+        fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 

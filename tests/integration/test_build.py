@@ -112,7 +112,7 @@ def test_the_folder_of_a_checkout_does_not_show(clone, tmp_path):
 def last_layer_of(clone):
     """The cache folder of the layer that the last build made."""
     cache = Path(os.environ.get("DSV32_CACHE") or Path.home() / ".cache" / "dsv32-image")
-    return max((cache / "layers").iterdir(), key=lambda p: (p / "layer.json").stat().st_mtime)
+    return max((cache / "layers").glob("[!.]*/layer.json"), key=lambda p: p.stat().st_mtime).parent
 
 
 def test_a_second_build_with_nothing_to_do_makes_nothing(clone):
