@@ -261,14 +261,24 @@ def prove(
 ) -> None:
     """Take each patch out in turn and run the tests its header names; exit 1 when one passes without it."""
     root, ui = project_root(), Ui(verbose=verbose)
+    absent: set[str] = set()
     if no_container:
         run = prove_step.run_in_python(python)
     else:
         name, runner = _variant(load_config(root), variant, ui), engines.choose(engine)
         require_image(image_tag(name), name, runner)
         run = prove_step.run_in_image(runner, image_tag(name))
+        lock = read_lock(root)
+        absent = set(lock.patches) - {dist.name for layer in lock.variant(name) for dist in layer.wheels}
     with ui.step("prove", "the tests of each patch, with and without it"):
-        rows = prove_step.prove(root, packages or [], lambda item: locked_source(root, item), run, jobs=jobs)
+        rows = prove_step.prove(
+            root,
+            packages or [],
+            lambda item: locked_source(root, item),
+            run,
+            jobs=jobs,
+            absent=absent,
+        )
     prove_step.show(rows, ui)
     if any(row.answer == "no" for row in rows):
         raise typer.Exit(1)

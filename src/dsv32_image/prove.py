@@ -27,7 +27,7 @@ from dsv32_image.smoke_step import ENV
 from dsv32_image.wheels import build_sdist, read_archive, write_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from dsv32_image.engine import Engine
     from dsv32_image.ui import Ui
@@ -145,10 +145,12 @@ def variants_of(package: str, series: Path, source: Path, checkout: Path) -> lis
     tests = [tests_of(patch, checkout) for patch in patches]
     files = read_archive(source)
     is_sdist = not zipfile.is_zipfile(source)
+    metadata = any(".dist-info/" in file.path for patch in patches for file in patch.files)
 
     def make(tree: dict[str, FileState]) -> dict[str, FileState]:
         tree = build_sdist(tree, source) if is_sdist else tree
-        return {name: state for name, state in tree.items() if ".dist-info/" not in name}
+        # The image's own metadata stay in force, with the version that tells of the patches.
+        return {name: state for name, state in tree.items() if metadata or ".dist-info/" not in name}
 
     whole, _ = without(files, patches, len(patches))
     named = tuple(dict.fromkeys(test for group in tests for test in group))
@@ -227,7 +229,7 @@ def lay_out(folder: Path, checkout: Path, variants: Sequence[Variant], jobs: int
             runs.append(
                 {"name": variant.name, "trees": [variant.name, *others], "tests": list(variant.tests)}
             )
-    named = dict.fromkeys(test for variant in wholes.values() for test in variant.tests)
+    named = dict.fromkeys(test for variant in variants if variant.patch for test in variant.tests)
     plan = {
         "whole": {"trees": [whole.name for whole in wholes.values()], "tests": list(named)},
         "runs": runs,
@@ -284,6 +286,7 @@ def prove(
     *,
     jobs: int,
     limit: float = 60.0,
+    absent: Collection[str] = (),
 ) -> list[Proof]:
     """One row a patch of the packages, or of all that have a series.
 
@@ -295,6 +298,7 @@ def prove(
         jobs: Test runs at once.
         limit: Seconds that a run may take beyond five times those of the whole series; ranks that wait for
             each other are how some defects show.
+        absent: Packages that are not where the tests run; their patches cannot be tried there.
 
     Raises:
         UsageError: No such folder under `patches/`.
@@ -304,11 +308,12 @@ def prove(
     for package in packages:
         if package not in series:
             raise UsageError(f"there is no {checkout / 'patches' / package}", f"known: {', '.join(series)}")
-    asked = set(packages or series)
+    asked = set(packages or series) - set(absent)
     # Those not asked about are laid out whole: an image may hold an older series.
     variants = [
         variant
         for name, folder in series.items()
+        if name not in absent
         for variant in variants_of(name, folder, find_source(name), checkout)
         if name in asked or not variant.patch
     ]
@@ -323,7 +328,19 @@ def prove(
         results = json.loads(written.read_text())
         shutil.rmtree(folder, ignore_errors=True)
     before = _outcomes(results["whole"]["tests"])
-    rows = []
+    rows = [
+        Proof(
+            package=name,
+            patch=patch.name,
+            tests=tests_of(patch, checkout),
+            answer="not here",
+            seconds=0.0,
+            remark="the package is not in this image",
+        )
+        for name in series
+        if name in absent and name in (packages or series)
+        for patch in read_series(series[name])
+    ]
     for variant in variants:
         if variant.patch:
             got = results["runs"].get(variant.name, {"tests": {}, "seconds": 0.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from patch_samples import EDIT, HEADER, make_wheel, write_series
@@ -14,6 +15,9 @@ from dsv32_image.errors import EngineError, PatchError, UsageError
 from dsv32_image.patching import FileState, read_series
 from dsv32_image.wheels import read_archive
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 ROOT = Path(__file__).parents[2]
 TOP = b"--- a/pkg/mod.py\n+++ b/pkg/mod.py\n@@ -1,2 +1,3 @@\n line 1\n+line 1.5\n line 2\n"
 LATER = EDIT.replace(b"-4,3 +4,3", b"-5,3 +5,3")
@@ -21,6 +25,10 @@ ON_TOP = b"--- a/pkg/mod.py\n+++ b/pkg/mod.py\n@@ -2,1 +2,1 @@\n-line 1.5\n+line
 NEW = (
     b"diff --git a/pkg/new.py b/pkg/new.py\nnew file mode 100644\n--- /dev/null\n+++ b/pkg/new.py\n"
     b"@@ -0,0 +1,1 @@\n+there = 1\n"
+)
+METADATA = (
+    b"--- a/pkg-1.0.dist-info/METADATA\n+++ b/pkg-1.0.dist-info/METADATA\n"
+    b"@@ -3,1 +3,2 @@\n Version: 1.0\n+Requires-Dist: polite\n"
 )
 TESTS = """
 import time
@@ -48,6 +56,10 @@ def test_never():
 
 def test_gpu():
     pytest.skip("no GPU here")
+
+def test_requires():
+    from importlib.metadata import distribution
+    assert distribution("pkg").requires == ["polite"]
 
 def test_waits():
     if "line 1.5" not in TEXT:
@@ -83,14 +95,17 @@ def add(checkout: Path, name: str, diff: bytes, *tests: str) -> None:
     (series / "series").write_text(f"{before}{name}\n")
 
 
-def run(checkout: Path, limit: float = 60.0) -> dict[str, prove.Proof]:
+def run(
+    checkout: Path, limit: float = 60.0, packages: Sequence[str] = (), absent: Sequence[str] = ()
+) -> dict[str, prove.Proof]:
     rows = prove.prove(
         checkout,
-        [],
+        packages,
         lambda _: checkout / "pkg.whl",
         prove.run_in_python(sys.executable),
         jobs=2,
         limit=limit,
+        absent=absent,
     )
     return {row.patch: row for row in rows}
 
@@ -181,6 +196,19 @@ def test_a_test_that_passes_without_its_patch_or_fails_with_it_proves_nothing(ch
     assert [row.answer for row in rows.values()] == ["no", "no", "not here"]
     assert "test_always passed" in rows["top.patch"].remark
     assert "test_never fails with all patches in" in rows["later.patch"].remark
+
+
+def test_a_patch_to_metadata_is_seen_by_what_reads_the_installed_distributions(checkout):
+    add(checkout, "metadata.patch", METADATA, "smoke/test_pkg.py::test_requires")
+    row = run(checkout)["metadata.patch"]
+    assert (row.answer, "None" in row.remark) == ("yes", True)
+
+
+@pytest.mark.parametrize("packages", [[], ["pkg"]])
+def test_what_is_not_in_the_image_cannot_be_tried_there(checkout, packages):
+    add(checkout, "top.patch", TOP, "smoke/test_pkg.py::test_top")
+    row = run(checkout, packages=packages, absent=["pkg"])["top.patch"]
+    assert (row.answer, row.remark) == ("not here", "the package is not in this image")
 
 
 def test_a_test_that_hangs_without_its_patch_is_ended(checkout):
