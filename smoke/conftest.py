@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-_REPORT = pytest.StashKey[list]()
+#: Begun first, so that workers which take whole files (pytest-xdist) end at about the same time.
+_LONGEST = ("test_training.py", "test_matrix_model.py", "test_dsa_unfused.py")
 
 
 def pytest_addoption(parser):
@@ -16,58 +17,68 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.stash[_REPORT] = []
+    # A worker's reports reach the process that started it.
+    if config.getoption("--smoke-report") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Report(Path(config.getoption("--smoke-report"))))
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
-    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-        reason = ""
-        if report.skipped and isinstance(report.longrepr, tuple):
-            reason = report.longrepr[2].removeprefix("Skipped: ")
-        elif report.failed:
-            lines = [line for line in str(call.excinfo.value).splitlines() if line.strip()]
-            # What a rank raised comes as its traceback, of which the last line says what.
-            traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
-            reason = (lines or [call.excinfo.typename])[-1 if traceback else 0][:200]
-        item.config.stash[_REPORT].append(
-            {
-                "file": item.path.name,
-                "name": item.name,
-                "outcome": report.outcome,
-                "seconds": round(report.duration, 3),
-                "measured": dict(report.user_properties),
-                "reason": reason,
-            }
-        )
+    report.why = ""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        report.why = report.longrepr[2].removeprefix("Skipped: ")
+    elif report.failed:
+        lines = [line for line in str(call.excinfo.value).splitlines() if line.strip()]
+        # What a rank raised comes as its traceback, of which the last line says what.
+        traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
+        report.why = (lines or [call.excinfo.typename])[-1 if traceback else 0][:200]
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_make_collect_report(collector):
-    """A file that cannot be imported is a failed line of the report, not a report without lines."""
-    outcome = yield
-    report = outcome.get_result()
-    if report.failed:
-        lines = str(report.longrepr).strip().splitlines() or ["cannot be collected"]
-        collector.config.stash[_REPORT].append(
-            {
-                "file": getattr(collector, "path", Path(collector.name)).name,
+class _Report:
+    """Gathers a line a test, here or from workers, and writes them at the end."""
+
+    def __init__(self, path):
+        self.path, self.tests, self.broken = path, [], {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            file, _, name = report.nodeid.partition("::")
+            self.tests.append(
+                {
+                    "file": Path(file).name,
+                    "name": name,
+                    "outcome": report.outcome,
+                    "seconds": round(report.duration, 3),
+                    "measured": dict(report.user_properties),
+                    # A worker that died makes no report of its own.
+                    "reason": getattr(report, "why", str(report.longrepr)[:200]),
+                }
+            )
+
+    def pytest_collectreport(self, report):
+        """A file that cannot be imported is a failed line of the report, not a report without lines."""
+        if report.failed:
+            lines = str(report.longrepr).strip().splitlines() or ["cannot be collected"]
+            self.broken[report.nodeid] = {  # every worker tells of it
+                "file": Path(report.nodeid).name,
                 "name": "import",
                 "outcome": "failed",
                 "seconds": 0.0,
                 "measured": {},
                 "reason": lines[-1].removeprefix("E   ")[:400],
             }
-        )
 
-
-def pytest_sessionfinish(session):
-    path = session.config.getoption("--smoke-report")
-    if path:
-        report = {"where": where(), "time": int(time.time()), "tests": session.config.stash[_REPORT]}
-        Path(path).write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    def pytest_sessionfinish(self):
+        tests = sorted([*self.broken.values(), *self.tests], key=lambda test: test["file"])
+        report = {"where": where(), "time": int(time.time()), "tests": tests}
+        self.path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def where():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -64,12 +65,15 @@ def run_smoke(
             tag = image_tag(variant)
             digest = require_own_image(root, variant, engine)
             ui.say(f"  smoke  {tag} in {engine.description}\n{'':>7}  {digest}")
+            gpus = _with_gpus(gpus, engine, ui)
+            # The whole suite only: one test is looked at without workers between.
+            pytest += () if gpus or words else workers()
             request = RunRequest(
                 image=tag,
                 command=["python", *pytest, _INSIDE, "--smoke-report=/run/smoke/" + REPORT, *words],
                 mounts={folder: ("/run/smoke", True)},
                 env=ENV,
-                gpus=_with_gpus(gpus, engine, ui),
+                gpus=gpus,
             )
             code = engine.run(request)
         written = folder / REPORT
@@ -85,6 +89,12 @@ def run_smoke(
         ui.say(f"  cause  {known.problem}\n{'':>7}  next: {known.hint}")
     ui.say(f" report  {report_path.relative_to(root)}")
     return code
+
+
+def workers() -> tuple[str, ...]:
+    """Options by which pytest-xdist runs files beside each other, on CPUs: a GPU's memory is one test's."""
+    count = min(4, len(os.sched_getaffinity(0)))
+    return () if count == 1 else ("-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def _with_gpus(asked: bool | None, engine: Engine, ui: Ui) -> bool:
