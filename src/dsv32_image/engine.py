@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,9 @@ class Engine(Protocol):
 
     def image_id(self, tag: str) -> str:
         """The config digest of the image of that tag, empty if there is none."""
+
+    def own_tags(self) -> list[str]:
+        """The tags of this project's images."""
 
     def remove(self, tag: str) -> None:
         """Forget a tag; unknown tags are no error."""
@@ -140,7 +144,7 @@ class _CliEngine:
             proc.run(command, what=f"loading {tag} into {self.name}", error=EngineError)
 
         try:
-            _load_lean(load_from, image, work, _layers_of(self.program, _own_tags(self.program)))
+            _load_lean(load_from, image, work, _layers_of(self.program, self.own_tags()))
         finally:
             archive.unlink(missing_ok=True)
 
@@ -158,6 +162,9 @@ class _CliEngine:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         identity = done.stdout.strip()
         return "" if done.returncode else "sha256:" + identity.removeprefix("sha256:")
+
+    def own_tags(self) -> list[str]:
+        return _own_tags(self.program)
 
     def remove(self, tag: str) -> None:
         subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
@@ -183,13 +190,16 @@ class _CliEngine:
         self, tag: str, work: Path, command: Sequence[str], env: Mapping[str, str], log: Path
     ) -> None:
         # What mounting and chroot need, and no more: --privileged is refused where root itself has less.
-        words = [self.program, "run", "--rm", "--network", "none", "--cap-add", "SYS_ADMIN"]
+        # By that name it is removed if this process is killed: the engine's daemon would let it run on.
+        name = f"dsv32-tools-{secrets.token_hex(8)}"
+        words = [self.program, "run", "--rm", "--name", name, "--network", "none", "--cap-add", "SYS_ADMIN"]
         words += ["--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined"]
         words += ["--volume", f"{work}:{work}", "--workdir", "/"]
         for key, value in {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **env}.items():
             words += ["--env", f"{key}={value}"]
         hint = f"see {log}; the container must be allowed to mount (CAP_SYS_ADMIN), as mmdebstrap does"
-        proc.run([*words, tag, *command], what=command[0], error=BuildError, log=log, hint=hint)
+        undo = [self.program, "rm", "--force", name]
+        proc.run([*words, tag, *command], what=command[0], error=BuildError, log=log, hint=hint, undo=undo)
 
     def _gpu_options(self) -> list[str]:
         # NCCL and InfiniBand pin memory; docker's default limit is the daemon's.
@@ -241,7 +251,7 @@ class BuildahEngine:
             proc.run(copy, what=f"loading {tag} into buildah's storage", error=EngineError)
 
         known: set[str] = set()
-        for own in _own_tags(self.program, "{{.Name}}"):
+        for own in self.own_tags():
             done = subprocess.run(
                 [self.program, "inspect", "--type", "image", own], capture_output=True, text=True, check=False
             )
@@ -280,6 +290,9 @@ class BuildahEngine:
         command = [self.program, "images", "--quiet", "--no-trunc", tag]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
+
+    def own_tags(self) -> list[str]:
+        return _own_tags(self.program, "{{.Name}}")
 
     def remove(self, tag: str) -> None:
         subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
