@@ -21,6 +21,7 @@ class Kind(StrEnum):
     DISK_FULL = "disk full"
     SHM_FULL = "shared memory full"
     COMPILER_KILLED = "compiler killed"
+    RUNTIME_REFUSES = "container runtime refuses"
     TOOLKIT_MISSING = "toolkit missing"
     CDI_UNRESOLVED = "CDI device unresolved"
     DRIVER_TOO_OLD = "driver too old"
@@ -82,6 +83,22 @@ def compiler_killed(text: str) -> Diagnosis | None:
         kind=Kind.COMPILER_KILLED,
         problem=f"the compiler ({found['program']}) was killed: too many of them at once for the memory here",
         hint="halve MAX_JOBS (MAX_JOBS=1 takes the least), or give the build more memory",
+    )
+
+
+def runtime_refuses(text: str) -> Diagnosis | None:
+    """The runtime that podman starts containers with (crun) has not the cgroups or rights it wants."""
+    words = (
+        r"cgroups in hybrid mode not supported",
+        r"crun: setrlimit `RLIMIT_\w+`: Operation not permitted",  # in a container without CAP_SYS_RESOURCE
+    )
+    line = _line(text, "|".join(words))
+    if not line:
+        return None
+    return Diagnosis(
+        kind=Kind.RUNTIME_REFUSES,
+        problem=f"the container runtime cannot start containers on this host: {line}",
+        hint="use --engine buildah, which needs none; or, to build only, set BUILDAH_ISOLATION=chroot",
     )
 
 
@@ -194,6 +211,7 @@ _KNOWN: Sequence[Callable[[str], Diagnosis | None]] = (
     shm_full,
     disk_full,
     compiler_killed,
+    runtime_refuses,
     toolkit_missing,
     cdi_unresolved,
     driver_too_old,

@@ -131,9 +131,12 @@ class _CliEngine:
         self.description = description
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [self.program, "build", "--network", "none", "--no-cache", *self.build_options]
+        command = [*self._offline_build(), "--no-cache", *self.build_options]
         command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
         proc.run(command, what=f"{self.name} build", error=BuildError, env=self.build_env, log=log)
+
+    def _offline_build(self) -> list[str]:
+        return [self.program, "build", "--network", "none"]
 
     def load(self, image: LoadableImage, tag: str, work: Path) -> None:
         archive = work / "load.tar"
@@ -218,7 +221,14 @@ class PodmanEngine(_CliEngine):
     """Podman 4 and newer."""
 
     name = "podman"
-    build_options = ("--pull=never", "--format", "oci")
+    # Without layers of single instructions: a failed build would leave them in the engine, without a name.
+    build_options = ("--pull=never", "--layers=false", "--format", "oci")
+
+    def _offline_build(self) -> list[str]:
+        if os.environ.get("BUILDAH_ISOLATION") != "chroot":
+            return super()._offline_build()
+        # Refused with `--network none`: that isolation has no network of its own to turn off.
+        return [*_no_network(), self.program, "build", "--network", "host"]
 
     def _gpu_options(self) -> list[str]:
         return ["--device", "nvidia.com/gpu=all", "--ulimit", "memlock=-1"]
@@ -325,12 +335,14 @@ class BuildahEngine:
         raise EngineError("buildah does not run tools here", hint="apt-get install mmdebstrap")
 
     def _network_off(self) -> list[str]:
-        # chroot isolation shares the caller's network, so the caller must have none but loopback.
-        if self._isolation != "chroot":
-            return []
-        unshare = [proc.require("unshare", "util-linux"), "--net"]
-        unshare += [] if os.geteuid() == 0 else ["--map-root-user"]
-        return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
+        return _no_network() if self._isolation == "chroot" else []
+
+
+def _no_network() -> list[str]:
+    """Words before a command that leave it no network but loopback: chroot isolation has the caller's."""
+    unshare = [proc.require("unshare", "util-linux"), "--net"]
+    unshare += [] if os.geteuid() == 0 else ["--map-root-user"]
+    return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
 
 
 def _load_lean(load_from: Callable[[Path], None], image: LoadableImage, work: Path, known: set[str]) -> None:

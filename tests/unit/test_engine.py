@@ -137,6 +137,24 @@ def test_docker_runs_without_network_and_with_the_mounts(programs, tmp_path):
     assert "--gpus" not in words
 
 
+@pytest.mark.parametrize("isolation", ["", "chroot"])
+def test_podman_builds_without_network_whatever_the_isolation(programs, tmp_path, monkeypatch, isolation):
+    """`podman build` refuses to turn the network off with chroot isolation, which shares the caller's."""
+    log = tmp_path / "words"
+    programs("podman", f'case "$1" in build) echo "$@" > {log} ;; esac')
+    programs("unshare", f'echo "unshare $@" > {log}.outer; while [ "$1" != podman ]; do shift; done; "$@"')
+    monkeypatch.setenv("BUILDAH_ISOLATION", isolation)
+    podman = choose("podman")
+    podman.program = "podman"
+    podman.build(tmp_path, tmp_path / "Dockerfile", {}, "localhost/x:1", tmp_path / "log")
+    outer = log.with_suffix(".outer")
+    if isolation:
+        assert outer.read_text().startswith("unshare --net") and "dsv32_image.loopback" in outer.read_text()
+        assert "--network host" in log.read_text()
+    else:
+        assert "--network none" in log.read_text() and not outer.exists()
+
+
 def test_a_dead_docker_host_is_named_as_what_to_correct(programs, monkeypatch):
     programs("docker", 'echo "Cannot connect" >&2; exit 1')
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
