@@ -13,6 +13,7 @@ import pytest
 from test_build import make_clone, run
 
 from dsv32_image import engine, fetch, git_archive, git_pin, resolve_wheels
+from dsv32_image.archives import read_archive, write_files
 from dsv32_image.config import load_config
 from dsv32_image.engine import RunRequest
 from dsv32_image.fetch import Source, fetch_all
@@ -20,7 +21,6 @@ from dsv32_image.identity import image_tag
 from dsv32_image.lockfile import read_lock, write_lock
 from dsv32_image.store import Store, cache_home
 from dsv32_image.ui import Ui
-from dsv32_image.wheels import read_archive, write_files
 
 ROOT = Path(__file__).parents[2]
 DATE = "2025-11-30T00:00:00+0000"

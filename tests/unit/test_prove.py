@@ -10,9 +10,9 @@ import pytest
 from patch_samples import EDIT, HEADER, make_wheel, write_series
 
 from dsv32_image import prove
+from dsv32_image.archives import read_archive
 from dsv32_image.errors import EngineError, PatchError, UsageError
 from dsv32_image.patching import FileState, read_series
-from dsv32_image.wheels import read_archive
 
 ROOT = Path(__file__).parents[2]
 TOP = b"--- a/pkg/mod.py\n+++ b/pkg/mod.py\n@@ -1,2 +1,3 @@\n line 1\n+line 1.5\n line 2\n"
