@@ -13,7 +13,7 @@ import typer
 
 from dsv32_image import build as build_step
 from dsv32_image import doctor as doctor_step
-from dsv32_image import engine as engines
+from dsv32_image import engine_discovery as engines
 from dsv32_image import git_pin, patch_cli, resolve_wheels
 from dsv32_image import lock as lock_step
 from dsv32_image import prove as prove_step

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from dsv32_image.engine import BuildahEngine, RunRequest, choose
+from dsv32_image.engine import BuildahEngine, RunRequest
+from dsv32_image.engine_discovery import choose
 from dsv32_image.errors import EngineError, UsageError
 
 
