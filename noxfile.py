@@ -28,7 +28,10 @@ def host(session: nox.Session, *words: str) -> None:
     subprocess.run(["sh", str(ROOT / "scripts" / "nox"), "--setup"], check=True)
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "DSV32_ROOT": str(ROOT)}
-    session.run(str(python), "-m", *words, *session.posargs, env=env, external=True)
+    if words[0] == "dsv32_image":
+        env["DSV32_PARENT"] = str(os.getpid())  # with which the step ends, also if nox is killed
+    # Longer than nox's 0.3 s: a build that is stopped takes its images out of the engine.
+    session.run(str(python), "-m", *words, *session.posargs, env=env, external=True, interrupt_timeout=60.0)
 
 
 @nox.session

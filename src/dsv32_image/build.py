@@ -26,6 +26,7 @@ from dsv32_image.lock import patch_series
 from dsv32_image.lockfile import read_lock, require_fresh
 from dsv32_image.oci import OpenLayer
 from dsv32_image.rootfs import make_rootfs
+from dsv32_image.scratch_tags import remove_all, remove_stale
 from dsv32_image.stages import Scratch, engine_layers, finish_layer, start_context
 from dsv32_image.tools_image import run_in_container
 
@@ -59,20 +60,27 @@ def build(request: BuildRequest, ui: Ui) -> ImageDigest:
         _sweep(root / "build" / name)
         lock = read_lock(root)
         require_fresh(lock, request.config, patch_series(root))
+        remove_stale(request.engine)
         plans = plan_layers(root, request.config, request.variant, lock)
         labels = image_labels(root, lock, name)
         key = sha256_parts(*(plan.key for plan in plans), json.dumps(labels, sort_keys=True))
         layout = root / "dist" / name
         done = None if request.fresh else _finished(layout, key)
         if done is None:
-            with temporary_folder(root / "build" / name / "layers") as folder, Background() as background:
-                scratch = Scratch(folder=folder, background=background)
+            tags: list[str] = []
+            with (
+                ExitStack() as stack,
+                temporary_folder(root / "build" / name / "layers") as folder,
+                Background() as background,
+            ):
+                # After the background's jobs have ended, some of which use the engine.
+                stack.callback(remove_all, request.engine, tags)
+                scratch = Scratch(folder=folder, background=background, tags=tags)
                 layers, start = _layers(request, lock, plans, scratch, ui)
                 config = _image_config(request.config, start, labels)
                 writing = background.start(_write, layout, layers, config, name, key)
                 _load(request, oci.loadable(layers, config), ui)
-                for tag in scratch.tags:
-                    request.engine.remove(tag)
+                remove_all(request.engine, tags)
                 with ui.step("build", f"writing the image to {layout.relative_to(root)}"):
                     done = writing.result()
         else:

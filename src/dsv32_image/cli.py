@@ -13,7 +13,7 @@ import typer
 
 from dsv32_image import build as build_step
 from dsv32_image import doctor as doctor_step
-from dsv32_image import engine as engines
+from dsv32_image import engine_discovery as engines
 from dsv32_image import git_pin, patch_cli, resolve_wheels
 from dsv32_image import lock as lock_step
 from dsv32_image import prove as prove_step
@@ -28,12 +28,14 @@ from dsv32_image.lockfile import Dist, read_lock, stale_rows
 from dsv32_image.smoke_step import DRIVER, require_image, run_smoke
 from dsv32_image.stages import BuildRequest, ContextRequest
 from dsv32_image.store import Store, cache_home
-from dsv32_image.ui import Ui
+from dsv32_image.ui import Ui, show_error, show_usage_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dsv32_image.store import Locked
+
+_STOPPED = 130  # 128 + SIGINT, as shells have it
 
 app = typer.Typer(
     add_completion=False,
@@ -390,28 +392,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with disk_full_is_clear(cache_home()):
             code = app(words, standalone_mode=False)
+        if code == _STOPPED:  # what Typer makes of Ctrl-C
+            print("stopped; what was finished stays, run it again to go on", file=sys.stderr)
         return code if isinstance(code, int) else 0
     except ImageError as error:
         if verbose:
             raise
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"  next: {error.hint}", file=sys.stderr)
+        show_error(error.message, error.hint)
         return error.exit_code
     except OSError as error:
         if verbose or error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        print("  next: check owner and permissions; DSV32_CACHE names another cache", file=sys.stderr)
+        hint = "check owner and permissions; DSV32_CACHE names another cache"
+        show_error(f"{error.filename}: {error.strerror}", hint)
         return FileAccessError.exit_code
-    except typer.Abort:
-        return 130
-    except KeyboardInterrupt:
-        print("stopped; what was finished stays, run it again to go on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt:  # outside of what Typer runs
+        return _STOPPED
     except Exception as error:
-        # Typer's own usage errors (a wrong option) know how to show themselves.
-        if hasattr(error, "show") and hasattr(error, "exit_code"):
-            error.show()
-            return int(error.exit_code)
-        raise
+        if not hasattr(error, "format_message"):  # Typer keeps the class of its usage errors for itself
+            raise
+        show_usage_error(error)
+        return UsageError.exit_code

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from typing import TYPE_CHECKING
 
 from dsv32_image.compiled import CompiledWheels, CompileJob, compile_context, compile_wheel
 from dsv32_image.context import make_context
 from dsv32_image.files import temporary_folder
+from dsv32_image.scratch_tags import scratch_tag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def compile_if_missing(
     with ui.step("wheels", f"compiling {job.dist.name} {job.dist.version}"):
         make_context(request.root, request.config, lock, request.variant, (), request.store, folder, context)
         compile_context(request.root, lock, request.variant.name, job, request.store, request.jobs, context)
-        tag = f"localhost/dsv32-compile:{job.key[:16]}-{os.getpid()}"
+        tag = scratch_tag("compile", job.key)
         with temporary_folder(folder / "compile") as work:
             built = compile_wheel(request.root, request.engine, job, parent, context, tag, work)
             CompiledWheels(request.store.home).put(job, built, epoch=request.config.epoch)

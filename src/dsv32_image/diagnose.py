@@ -1,7 +1,7 @@
 """What an engine, a compiler or a smoke run printed, turned into a problem and the next step.
 
-Each function knows one cause by the words of the programs that meet it; `diagnose` asks all of them. They
-read text and nothing else, so the same ones serve a build's log, an engine's standard error and a report.
+Each cause is known by the words of the programs that meet it; `diagnose` tries all of them in their order. It
+reads text and nothing else, so it serves a build's log, an engine's standard error and a report.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Kind(StrEnum):
     DISK_FULL = "disk full"
     SHM_FULL = "shared memory full"
     COMPILER_KILLED = "compiler killed"
+    RUNTIME_REFUSES = "container runtime refuses"
     TOOLKIT_MISSING = "toolkit missing"
     CDI_UNRESOLVED = "CDI device unresolved"
     DRIVER_TOO_OLD = "driver too old"
@@ -41,85 +42,35 @@ class Diagnosis:
 _DOCTOR = "`nox -s doctor -- --variant cu130` says more"
 
 
-def disk_full(text: str) -> Diagnosis | None:
-    """ENOSPC or a quota, in any program's words."""
-    line = _line(text, r"no space left on device|\bENOSPC\b|disk quota exceeded")
-    if not line or "/dev/shm" in line:
-        return None
-    return Diagnosis(
-        kind=Kind.DISK_FULL,
-        problem=f"no space left: {line}",
-        hint="`nox -s doctor` lists what is free where; most is written in the engine's own storage "
-        "(`docker system df`), `nox -s clean -- --all` drops this project's caches",
-    )
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A cause that one of some regular expressions tells, in the first line that has one.
+
+    `problem` may name that {line}, cut to what fits on a screen, and what the {group} of the expression is.
+    """
+
+    kind: Kind
+    words: tuple[str, ...]
+    problem: str
+    hint: str
+
+    def find(self, text: str) -> Diagnosis | None:
+        """The diagnosis, None if no line has the words."""
+        if not (found := _first(text, "|".join(self.words))):
+            return None
+        line, match = found
+        group = next((part for part in match.groups() if part), "")
+        return Diagnosis(kind=self.kind, problem=self.problem.format(line=line, group=group), hint=self.hint)
 
 
-def shm_full(text: str) -> Diagnosis | None:
-    """Shared memory of the container used up: NCCL's segments, torch's shared tensors."""
-    line = _line(text, r"/dev/shm.*no space left|no space left.*/dev/shm|insufficient shared memory")
-    if not line:
-        return None
-    return Diagnosis(
-        kind=Kind.SHM_FULL,
-        problem=f"shared memory is used up: {line}",
-        hint="start the container with --shm-size 8g, as `nox -s smoke` does (docker's default is 64 MB)",
-    )
-
-
-def compiler_killed(text: str) -> Diagnosis | None:
-    """A compiler that the kernel killed for want of memory, or that ran out of it."""
-    found = (
-        re.search(r"Killed signal terminated program (?P<program>\S+)", text)
-        or re.search(r"internal compiler error: Killed \(program (?P<program>[^)]+)\)", text)
-        or re.search(r"'(?P<program>[^']+)' died due to signal 9", text)
-        or re.search(r"(?P<program>\w+) terminated with signal 9", text)
-        or re.search(r"(?P<program>cc1\w*): out of memory allocating", text)
-        or re.search(r"(?P<program>cc1\w*|ld|nvcc|cicc|ptxas): .*Cannot allocate memory", text)
-    )
-    if not found:
-        return None
-    return Diagnosis(
-        kind=Kind.COMPILER_KILLED,
-        problem=f"the compiler ({found['program']}) was killed: too many of them at once for the memory here",
-        hint="halve MAX_JOBS (MAX_JOBS=1 takes the least), or give the build more memory",
-    )
-
-
-def toolkit_missing(text: str) -> Diagnosis | None:
-    """Docker was asked for GPUs and nothing connects it to NVIDIA's driver."""
-    words = (
-        r"could not select device driver",
-        r"unknown or invalid runtime name: nvidia",
-        r"unknown runtime specified nvidia",
-        r"no known GPU vendor found",
-    )
-    line = _line(text, "|".join(words))
-    if not line:
-        return None
-    return Diagnosis(
-        kind=Kind.TOOLKIT_MISSING,
-        problem=f"docker was asked for GPUs and NVIDIA's container toolkit is not set up: {line}",
-        hint="install nvidia-container-toolkit, then as root: nvidia-ctk runtime configure --runtime=docker "
-        f"&& systemctl restart docker; {_DOCTOR}",
-    )
-
-
-def cdi_unresolved(text: str) -> Diagnosis | None:
-    """No CDI specification defines the device, or what it names is gone since the driver changed."""
-    words = (
-        r"unresolvable CDI devices",
-        r"failed to stat CDI host device",
-        r"stat nvidia\.com/gpu=\S+: no such file",  # podman before 4.1 takes it for a path
-        r"error stat'ing file \S*(?:libcuda|nvidia)\S*: No such file",
-    )
-    line = _line(text, "|".join(words))
-    if not line:
-        return None
-    return Diagnosis(
-        kind=Kind.CDI_UNRESOLVED,
-        problem=f"the CDI specification is missing or older than the driver: {line}",
-        hint=f"as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; {_DOCTOR}",
-    )
+def _first(text: str, pattern: str, longest: int = 160) -> tuple[str, re.Match[str]] | None:
+    """The first line that has one of the words, cut to what fits on a screen, and where they are in it."""
+    wanted = re.compile(pattern, re.IGNORECASE)
+    for line in text.splitlines():
+        if found := wanted.search(line):
+            start = max(0, min(found.start(), len(line) - longest)) if len(line) > longest else 0
+            return line[start : start + longest].strip(), found
+    return None
 
 
 def driver_too_old(text: str) -> Diagnosis | None:
@@ -129,7 +80,7 @@ def driver_too_old(text: str) -> Diagnosis | None:
         r"CUDA driver version is insufficient for CUDA runtime version",
         r"unsatisfied condition: cuda>=",
     )
-    if not _line(text, "|".join(words)):
+    if not _first(text, "|".join(words)):
         return None
     # The number is that of cuDriverGetVersion: 1000 * major + 10 * minor.
     found = re.search(r"found version (\d+)", text)
@@ -138,36 +89,6 @@ def driver_too_old(text: str) -> Diagnosis | None:
         kind=Kind.DRIVER_TOO_OLD,
         problem=f"the NVIDIA driver is too old for CUDA 13.0{knows}",
         hint=f"install driver 580 or newer; {_DOCTOR}",
-    )
-
-
-def fabric_not_ready(text: str) -> Diagnosis | None:
-    """CUDA error 802: NVSwitches that no fabric manager has set up."""
-    if not _line(text, r"system not yet initialized|cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY"):
-        return None
-    return Diagnosis(
-        kind=Kind.FABRIC_NOT_READY,
-        problem="the NVSwitch fabric is not set up (CUDA error 802)",
-        hint=f"as root: systemctl enable --now nvidia-fabricmanager, of the driver's version; {_DOCTOR}",
-    )
-
-
-def no_gpu(text: str) -> Diagnosis | None:
-    """GPUs were asked for and there is none, or no driver."""
-    words = (
-        r"Found no NVIDIA driver on your system",
-        r"No CUDA GPUs are available",
-        r"no CUDA-capable device is detected",
-        r"nvidia-container-cli: (?:initialization|device|detection) error",
-        r"nvml error: driver not loaded",
-    )
-    line = _line(text, "|".join(words))
-    if not line:
-        return None
-    return Diagnosis(
-        kind=Kind.NO_GPU,
-        problem=f"GPUs were asked for, and no driver offers one: {line}",
-        hint=f"{_DOCTOR}; without a GPU: --variant cpu",
     )
 
 
@@ -191,14 +112,87 @@ def other_torch(text: str) -> Diagnosis | None:
 
 # More specific ones first: a full /dev/shm says ENOSPC too, and a driver that is too old offers no GPU.
 _KNOWN: Sequence[Callable[[str], Diagnosis | None]] = (
-    shm_full,
-    disk_full,
-    compiler_killed,
-    toolkit_missing,
-    cdi_unresolved,
+    Cause(  # NCCL's segments, torch's shared tensors
+        kind=Kind.SHM_FULL,
+        words=(
+            r"/dev/shm.*(?:no space left|ENOSPC|quota exceeded)",
+            r"(?:no space left|ENOSPC|quota exceeded).*/dev/shm",
+            r"insufficient shared memory",
+        ),
+        problem="shared memory is used up: {line}",
+        hint="start the container with --shm-size 8g, as `nox -s smoke` does (docker's default is 64 MB)",
+    ).find,
+    Cause(
+        kind=Kind.DISK_FULL,
+        words=(r"no space left on device", r"\bENOSPC\b", r"disk quota exceeded"),
+        problem="no space left: {line}",
+        hint="`nox -s doctor` lists what is free where; most is written in the engine's own storage "
+        "(`docker system df`), `nox -s clean -- --all` drops this project's caches",
+    ).find,
+    Cause(  # by the kernel, for want of memory, or by itself
+        kind=Kind.COMPILER_KILLED,
+        words=(
+            r"Killed signal terminated program (\S+)",
+            r"internal compiler error: Killed \(program ([^)]+)\)",
+            r"'([^']+)' died due to signal 9",
+            r"(\w+) terminated with signal 9",
+            r"(cc1\w*): out of memory allocating",
+            r"(cc1\w*|ld|nvcc|cicc|ptxas): .*Cannot allocate memory",
+        ),
+        problem="the compiler ({group}) was killed: too many of them at once for the memory here",
+        hint="halve MAX_JOBS (MAX_JOBS=1 takes the least), or give the build more memory",
+    ).find,
+    Cause(  # crun, which has not the cgroups or rights that it wants
+        kind=Kind.RUNTIME_REFUSES,
+        words=(
+            r"cgroups in hybrid mode not supported",
+            r"crun: setrlimit `RLIMIT_\w+`: Operation not permitted",  # in a container, no CAP_SYS_RESOURCE
+        ),
+        problem="the container runtime cannot start containers on this host: {line}",
+        hint="use --engine buildah, which needs none; or, to build only, set BUILDAH_ISOLATION=chroot",
+    ).find,
+    Cause(  # docker was asked for GPUs and nothing connects it to NVIDIA's driver
+        kind=Kind.TOOLKIT_MISSING,
+        words=(
+            r"could not select device driver",
+            r"unknown or invalid runtime name: nvidia",
+            r"unknown runtime specified nvidia",
+            r"no known GPU vendor found",
+        ),
+        problem="docker was asked for GPUs and NVIDIA's container toolkit is not set up: {line}",
+        hint="install nvidia-container-toolkit, then as root: nvidia-ctk runtime configure --runtime=docker "
+        f"&& systemctl restart docker; {_DOCTOR}",
+    ).find,
+    Cause(  # no specification defines the device, or what it names is gone since the driver changed
+        kind=Kind.CDI_UNRESOLVED,
+        words=(
+            r"unresolvable CDI devices",
+            r"failed to stat CDI host device",
+            r"stat nvidia\.com/gpu=\S+: no such file",  # podman before 4.1 takes it for a path
+            r"error stat'ing file \S*(?:libcuda|nvidia)\S*: No such file",
+        ),
+        problem="the CDI specification is missing or older than the driver: {line}",
+        hint=f"as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; {_DOCTOR}",
+    ).find,
     driver_too_old,
-    fabric_not_ready,
-    no_gpu,
+    Cause(  # NVSwitches that no fabric manager has set up
+        kind=Kind.FABRIC_NOT_READY,
+        words=(r"system not yet initialized", r"cudaErrorSystemNotReady", r"CUDA_ERROR_SYSTEM_NOT_READY"),
+        problem="the NVSwitch fabric is not set up (CUDA error 802)",
+        hint=f"as root: systemctl enable --now nvidia-fabricmanager, of the driver's version; {_DOCTOR}",
+    ).find,
+    Cause(
+        kind=Kind.NO_GPU,
+        words=(
+            r"Found no NVIDIA driver on your system",
+            r"No CUDA GPUs are available",
+            r"no CUDA-capable device is detected",
+            r"nvidia-container-cli: (?:initialization|device|detection) error",
+            r"nvml error: driver not loaded",
+        ),
+        problem="GPUs were asked for, and no driver offers one: {line}",
+        hint=f"{_DOCTOR}; without a GPU: --variant cpu",
+    ).find,
     other_torch,
 )
 
@@ -207,13 +201,3 @@ def diagnose(text: str) -> Diagnosis | None:
     """The first known cause in what a program printed, None if there is none."""
     found = (known(text) for known in _KNOWN)
     return next((diagnosis for diagnosis in found if diagnosis is not None), None)
-
-
-def _line(text: str, pattern: str, longest: int = 160) -> str:
-    """The first line that has one of the words, cut to what fits on a screen; empty if none has."""
-    wanted = re.compile(pattern, re.IGNORECASE)
-    for line in text.splitlines():
-        if found := wanted.search(line):
-            start = max(0, min(found.start(), len(line) - longest)) if len(line) > longest else 0
-            return line[start : start + longest].strip()
-    return ""

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import secrets
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from dsv32_image import proc
 from dsv32_image.diagnose import diagnose
-from dsv32_image.errors import BuildError, EngineError, UsageError
+from dsv32_image.errors import BuildError, EngineError
 from dsv32_image.oci import write_docker_archive, write_loading_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from dsv32_image.oci import LoadableImage
 
-NAMES = ("docker", "podman", "buildah")
-_OLDEST_DOCKER = (20, 10)
 _REFUSED = (125, 126, 127)  # docker-run(1) and podman-run(1), section exit status
-_BUILDX_SPLIT = 23  # from this client on, BuildKit is a plugin of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +60,9 @@ class Engine(Protocol):
     def image_id(self, tag: str) -> str:
         """The config digest of the image of that tag, empty if there is none."""
 
+    def own_tags(self) -> list[str]:
+        """The tags of this project's images."""
+
     def remove(self, tag: str) -> None:
         """Forget a tag; unknown tags are no error."""
 
@@ -78,42 +78,6 @@ class Engine(Protocol):
         """Run a command that mounts and chroots, in an image, with one host folder under its own path."""
 
 
-class _NotInstalledError(EngineError):
-    """Nothing to tell about when another engine is there."""
-
-
-def choose(name: str | None, say: Callable[[str], None] = lambda line: None) -> Engine:
-    """The engine asked for, else the first that answers: docker, podman, buildah.
-
-    Args:
-        name: What the user asked for, or None.
-        say: Gets a line about each engine that is installed and was passed over.
-
-    Raises:
-        UsageError: No engine is called that.
-        EngineError: It is not there or not usable; the message says which and why.
-    """
-    if name is not None and name not in NAMES:
-        raise UsageError(f"unknown engine '{name}'", hint=f"choose one of: {', '.join(NAMES)}")
-    problems: list[EngineError] = []
-    for candidate in (name,) if name else NAMES:
-        try:
-            engine = _MAKERS[candidate]()
-        except EngineError as error:
-            problems.append(error)
-            continue
-        for problem in problems:
-            if not isinstance(problem, _NotInstalledError):
-                say(f" engine  {problem.message}; using {engine.name}")
-        return engine
-    if name:
-        raise problems[0]
-    reasons = "\n".join(f"  {error.message}" for error in problems)
-    raise EngineError(
-        f"no usable container engine:\n{reasons}", hint="`sh scripts/nox` installs buildah where apt is"
-    )
-
-
 class _CliEngine:
     """What docker and podman share: one command line, docker-archives in and out."""
 
@@ -127,9 +91,12 @@ class _CliEngine:
         self.description = description
 
     def build(self, context: Path, dockerfile: Path, args: Mapping[str, str], tag: str, log: Path) -> None:
-        command = [self.program, "build", "--network", "none", "--no-cache", *self.build_options]
+        command = [*self._offline_build(), "--no-cache", *self.build_options]
         command += ["--file", str(dockerfile), "--tag", tag, *_build_args(args), str(context)]
         proc.run(command, what=f"{self.name} build", error=BuildError, env=self.build_env, log=log)
+
+    def _offline_build(self) -> list[str]:
+        return [self.program, "build", "--network", "none"]
 
     def load(self, image: LoadableImage, tag: str, work: Path) -> None:
         archive = work / "load.tar"
@@ -140,7 +107,7 @@ class _CliEngine:
             proc.run(command, what=f"loading {tag} into {self.name}", error=EngineError)
 
         try:
-            _load_lean(load_from, image, work, _layers_of(self.program, _own_tags(self.program)))
+            _load_lean(load_from, image, work, _layers_of(self.program, self.own_tags()))
         finally:
             archive.unlink(missing_ok=True)
 
@@ -158,6 +125,9 @@ class _CliEngine:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         identity = done.stdout.strip()
         return "" if done.returncode else "sha256:" + identity.removeprefix("sha256:")
+
+    def own_tags(self) -> list[str]:
+        return _own_tags(self.program)
 
     def remove(self, tag: str) -> None:
         subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
@@ -183,13 +153,16 @@ class _CliEngine:
         self, tag: str, work: Path, command: Sequence[str], env: Mapping[str, str], log: Path
     ) -> None:
         # What mounting and chroot need, and no more: --privileged is refused where root itself has less.
-        words = [self.program, "run", "--rm", "--network", "none", "--cap-add", "SYS_ADMIN"]
+        # By that name it is removed if this process is killed: the engine's daemon would let it run on.
+        name = f"dsv32-tools-{secrets.token_hex(8)}"
+        words = [self.program, "run", "--rm", "--name", name, "--network", "none", "--cap-add", "SYS_ADMIN"]
         words += ["--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined"]
         words += ["--volume", f"{work}:{work}", "--workdir", "/"]
         for key, value in {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **env}.items():
             words += ["--env", f"{key}={value}"]
         hint = f"see {log}; the container must be allowed to mount (CAP_SYS_ADMIN), as mmdebstrap does"
-        proc.run([*words, tag, *command], what=command[0], error=BuildError, log=log, hint=hint)
+        undo = [self.program, "rm", "--force", name]
+        proc.run([*words, tag, *command], what=command[0], error=BuildError, log=log, hint=hint, undo=undo)
 
     def _gpu_options(self) -> list[str]:
         # NCCL and InfiniBand pin memory; docker's default limit is the daemon's.
@@ -208,7 +181,14 @@ class PodmanEngine(_CliEngine):
     """Podman 4 and newer."""
 
     name = "podman"
-    build_options = ("--pull=never", "--format", "oci")
+    # Without layers of single instructions: a failed build would leave them in the engine, without a name.
+    build_options = ("--pull=never", "--layers=false", "--format", "oci")
+
+    def _offline_build(self) -> list[str]:
+        if os.environ.get("BUILDAH_ISOLATION") != "chroot":
+            return super()._offline_build()
+        # Refused with `--network none`: that isolation has no network of its own to turn off.
+        return [*_no_network(), self.program, "build", "--network", "host"]
 
     def _gpu_options(self) -> list[str]:
         return ["--device", "nvidia.com/gpu=all", "--ulimit", "memlock=-1"]
@@ -241,7 +221,7 @@ class BuildahEngine:
             proc.run(copy, what=f"loading {tag} into buildah's storage", error=EngineError)
 
         known: set[str] = set()
-        for own in _own_tags(self.program, "{{.Name}}"):
+        for own in self.own_tags():
             done = subprocess.run(
                 [self.program, "inspect", "--type", "image", own], capture_output=True, text=True, check=False
             )
@@ -281,6 +261,9 @@ class BuildahEngine:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
+    def own_tags(self) -> list[str]:
+        return _own_tags(self.program, "{{.Name}}")
+
     def remove(self, tag: str) -> None:
         subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
 
@@ -312,12 +295,14 @@ class BuildahEngine:
         raise EngineError("buildah does not run tools here", hint="apt-get install mmdebstrap")
 
     def _network_off(self) -> list[str]:
-        # chroot isolation shares the caller's network, so the caller must have none but loopback.
-        if self._isolation != "chroot":
-            return []
-        unshare = [proc.require("unshare", "util-linux"), "--net"]
-        unshare += [] if os.geteuid() == 0 else ["--map-root-user"]
-        return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
+        return _no_network() if self._isolation == "chroot" else []
+
+
+def _no_network() -> list[str]:
+    """Words before a command that leave it no network but loopback: chroot isolation has the caller's."""
+    unshare = [proc.require("unshare", "util-linux"), "--net"]
+    unshare += [] if os.geteuid() == 0 else ["--map-root-user"]
+    return [*unshare, sys.executable, "-m", "dsv32_image.loopback"]
 
 
 def _load_lean(load_from: Callable[[Path], None], image: LoadableImage, work: Path, known: set[str]) -> None:
@@ -351,102 +336,3 @@ def _layers_of(program: str, tags: Sequence[str]) -> set[str]:
 
 def _build_args(args: Mapping[str, str]) -> list[str]:
     return [word for key, value in sorted(args.items()) for word in ("--build-arg", f"{key}={value}")]
-
-
-def _find_docker() -> Engine:
-    programs = _all_on_path("docker")
-    if not programs:
-        raise _NotInstalledError("docker: not installed", hint="install docker, or use --engine buildah")
-    problem = EngineError("docker: no usable client")
-    for program in programs:
-        try:
-            return DockerEngine(program, _check_docker(program))
-        except EngineError as error:
-            problem = error
-    raise problem
-
-
-def _check_docker(program: str) -> str:
-    """A one-line description of client and daemon.
-
-    Raises:
-        EngineError: No daemon answers, it is too old, or the client cannot drive BuildKit.
-    """
-    command = [program, "version", "--format", "{{.Client.Version}} {{.Server.Version}}"]
-    answer, reason = _ask(command)
-    if reason:
-        raise EngineError(
-            f"docker: {program} is there but no daemon answers it: {reason}",
-            hint=_docker_hint(reason),
-        )
-    client, server = answer.split()
-    if _version(server) < _OLDEST_DOCKER:
-        raise EngineError(
-            f"docker: daemon {server} is too old", hint="20.10 or newer is needed for BuildKit mounts"
-        )
-    if _version(client)[0] >= _BUILDX_SPLIT:
-        buildx = subprocess.run([program, "buildx", "version"], capture_output=True, check=False)
-        if buildx.returncode != 0:
-            raise EngineError(
-                f"docker: client {client} ({program}) has no buildx, which it needs for BuildKit",
-                hint="install docker-buildx (or docker-buildx-plugin), or the daemon's own client",
-            )
-    return f"docker {server} (client {client}, {program})"
-
-
-def _docker_hint(reason: str) -> str:
-    if host := os.environ.get("DOCKER_HOST"):
-        return f"DOCKER_HOST is set to {host}: correct or unset it, or use --engine buildah"
-    if "permission denied" in reason:
-        return "this user may not talk to it: add it to the group docker, or use --engine buildah"
-    return "start it (`systemctl start docker`, or `dockerd &` as root), or use --engine buildah"
-
-
-def _find_podman() -> Engine:
-    program = shutil.which("podman")
-    if not program:
-        raise _NotInstalledError("podman: not installed", hint="install podman, or use --engine buildah")
-    return PodmanEngine(program, _answer(program, "podman"))
-
-
-def _find_buildah() -> Engine:
-    program = shutil.which("buildah")
-    if not program:
-        raise _NotInstalledError("buildah: not installed", hint="apt-get install buildah skopeo")
-    if not shutil.which("skopeo"):
-        raise EngineError("buildah: needs skopeo to load images", hint="apt-get install skopeo")
-    return BuildahEngine(program, _answer(program, "buildah"))
-
-
-def _answer(program: str, name: str) -> str:
-    _, reason = _ask([program, "info"])
-    if reason:
-        raise EngineError(
-            f"{name}: {program} does not work here: {reason}", hint=f"run `{name} info` to see more"
-        )
-    return _ask([program, "--version"])[0]
-
-
-def _ask(command: Sequence[str]) -> tuple[str, str]:
-    """What a program answers; if it fails, the last line of why."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return done.stdout.strip(), ""
-    return "", (done.stderr.strip().splitlines() or ["no answer"])[-1]
-
-
-def _all_on_path(program: str) -> list[str]:
-    found = []
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        path = Path(folder) / program
-        # os.access first: a folder that may not be entered is no error, it just holds nothing for us.
-        if os.access(path, os.X_OK) and path.is_file() and str(path) not in found:
-            found.append(str(path))
-    return found
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text)[:2]) or (0,)
-
-
-_MAKERS = {"docker": _find_docker, "podman": _find_podman, "buildah": _find_buildah}

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dsv32_image import git_archive, resolve_debs, resolve_wheels
+from dsv32_image.archives import read_archive
 from dsv32_image.config import normalise
 from dsv32_image.errors import LockEditedError, LockMissingError, PatchError, ResolveError, UsageError
 from dsv32_image.families import check_families
 from dsv32_image.lockfile import Deb, Dist, GitDist, LayerLock, Lock, read_lock, write_lock
 from dsv32_image.patching import read_series, series_sha256
 from dsv32_image.store import Store, cache_home
-from dsv32_image.wheels import apply_to_files, read_archive
+from dsv32_image.wheels import apply_to_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

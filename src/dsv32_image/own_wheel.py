@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dsv32_image.files import sha256_file, tree_files
 from dsv32_image.patching import FileState
-from dsv32_image.wheels import PatchedWheel, pack_wheel, with_record
+from dsv32_image.wheel_file import pack_wheel, with_record
+from dsv32_image.wheels import PatchedWheel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsv32_image.archives import read_archive, write_files
 from dsv32_image.errors import PatchError, UsageError
 from dsv32_image.files import sha256_file, temporary_folder, write_atomic
 from dsv32_image.patch_fit import Row, try_series
@@ -31,7 +32,6 @@ from dsv32_image.patching import (
     split_header,
 )
 from dsv32_image.ui import Ui
-from dsv32_image.wheels import read_archive, write_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dsv32_image.diffs import parse_diff, split_lines
 from dsv32_image.errors import PatchError, UsageError
 from dsv32_image.files import write_atomic
-from dsv32_image.patching import FileState, MisfitError, apply_file, occurrences
+from dsv32_image.patching import FileState, MisfitError, apply_file, has_title, occurrences
 from dsv32_image.proc import require
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class Commit:
     def new_name(self, taken: Sequence[str]) -> str:
         """A file name after the title, numbered after those that are taken."""
         title = self.header.split("\n", 1)[0]
+        if self.patch_file and not has_title(self.header):  # half of a commit that was split
+            title = re.sub(r"^\d+-", "", _stem(self.patch_file))
         slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:50].strip("-") or "patch"
         numbers = [int(match[1]) for name in taken if (match := re.match(r"(\d{1,6})-", name))]
         return f"{max(numbers, default=0) + 1:04}-{slug}.patch"
@@ -252,7 +254,7 @@ class PatchRepo:
                 Commit(
                     id=commit,
                     parent=parent,
-                    header=(body if trailer else raw).strip(),
+                    header=_header(body, trailer[1]) if trailer else raw.strip(),
                     patch_file=trailer[1] if trailer else "",
                     recorded=trailer[2] if trailer else "",
                 )
@@ -326,5 +328,17 @@ class PatchRepo:
 
 
 def _message(header: str, patch_file: str) -> bytes:
+    """A commit's message; a header without a title gets the file's name as one, until `_header` reads it."""
     trailer = f"\n\nPatch-file: {patch_file} {header_digest(header)}" if patch_file else ""
-    return f"{header.rstrip()}{trailer}\n".encode()
+    title = f"{_stem(patch_file)}\n\n" if patch_file and not has_title(header) else ""
+    return f"{title}{header.rstrip()}{trailer}\n".encode()
+
+
+def _header(message: str, patch_file: str) -> str:
+    """The header in a message whose trailer is off."""
+    title, _, rest = message.strip().partition("\n\n")
+    return rest.strip() if title == _stem(patch_file) and not has_title(rest.strip()) else message.strip()
+
+
+def _stem(patch_file: str) -> str:
+    return patch_file.removesuffix(".patch")

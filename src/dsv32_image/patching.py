@@ -124,6 +124,11 @@ def header_fields(header: str) -> dict[str, str]:
     return fields
 
 
+def has_title(header: str) -> bool:
+    """Whether something stands before the first field; the name of the file is the title otherwise."""
+    return not _FIELD.fullmatch(header.split("\n", 1)[0])
+
+
 def parse_patch(path: Path) -> Patch:
     """Read and check one patch file.
 
@@ -142,11 +147,10 @@ def parse_patch(path: Path) -> Patch:
             f"{path.name}: the header lacks {', '.join(missing)}",
             f"add a line such as '{missing[0]}: ...' above the diff in {path}",
         )
-    first = header.split("\n", 1)[0]
     return Patch(
         name=path.name,
         package=path.parent.name,
-        title=path.stem if _FIELD.fullmatch(first) else first.strip(),
+        title=header.split("\n", 1)[0].strip() if has_title(header) else path.stem,
         header=header,
         fields=fields,
         files=parse_diff(diff, path.name, first_line=data.count(b"\n", 0, len(data) - len(diff)) + 1),

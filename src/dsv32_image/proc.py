@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import ctypes
+import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from dsv32_image import reaper
 from dsv32_image.diagnose import diagnose
 from dsv32_image.errors import BuildError, ImageError, ToolMissingError
 
@@ -21,6 +26,20 @@ if TYPE_CHECKING:
 _TAIL_LINES = 6
 _LONGEST_COMMAND = 300
 _WATCHED = 1 << 16
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def stop_cleanly() -> None:
+    """From now on SIGTERM ends this process as an error would; so does the end of the nox that began it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # nox's process number; for this process alone, since what it starts has another parent.
+    parent = os.environ.pop("DSV32_PARENT", "")
+    if not parent:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # no Linux: a killed nox leaves the step running
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):  # it ended before the line above
+        sys.exit(128 + signal.SIGTERM)
 
 
 def require(program: str, package: str) -> str:
@@ -48,8 +67,11 @@ def run(
     cwd: Path | None = None,
     log: Path | None = None,
     stdin: bytes | None = None,
+    undo: Sequence[str] = (),
 ) -> str:
     """Run a command and return its standard output.
+
+    However this process ends, the command and all that it started end with it (see `reaper`).
 
     Args:
         command: Program and arguments.
@@ -60,35 +82,60 @@ def run(
         cwd: Folder to run in.
         log: Where to keep everything the command printed.
         stdin: Bytes for its standard input; nothing otherwise.
+        undo: A command to run if this process ends before that one: for what a daemon started.
 
     Raises:
         ImageError: Of class `error`, with the command and the end of what it printed.
     """
     words = [os.fspath(c) for c in command]
-    try:
-        done = subprocess.run(
-            words,
-            check=False,
-            capture_output=True,
-            input=stdin if stdin is not None else b"",
-            env={**os.environ, **(env or {})},
-            cwd=cwd,
-        )
-    except FileNotFoundError:
-        raise ToolMissingError(f"{what}: '{words[0]}' is not installed", hint=hint) from None
-    stdout, stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    environment = {**os.environ, **(env or {})}
+    if not shutil.which(words[0], path=environment.get("PATH")) and os.sep not in words[0]:
+        raise ToolMissingError(f"{what}: '{words[0]}' is not installed", hint=hint)
+    code, out, err = _run_reaped(words, undo, environment, cwd, stdin or b"")
+    stdout, stderr = out.decode(errors="replace"), err.decode(errors="replace")
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(f"$ {shlex.join(words)}\n{stdout}{stderr}\nexit {done.returncode}\n")
-    if done.returncode != 0:
+        log.write_text(f"$ {shlex.join(words)}\n{stdout}{stderr}\nexit {code}\n")
+    if code != 0:
         known = diagnose(stdout + stderr)
         cause = f": {known.problem}" if known else ""
         raise error(
-            f"{what} failed with exit code {done.returncode}{cause}\n{_shown(words, stderr or stdout, log)}",
+            f"{what} failed with exit code {code}{cause}\n{_shown(words, stderr or stdout, log)}",
             hint=(known.hint if known else hint)
             or "the lines above are the program's own words; run it by hand to look closer",
         )
     return stdout
+
+
+def _run_reaped(
+    words: Sequence[str], undo: Sequence[str], env: Mapping[str, str], cwd: Path | None, stdin: bytes
+) -> tuple[int, bytes, bytes]:
+    """Run a command to its end, or to ours: exit code, standard output, standard error."""
+    read, write = os.pipe()
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", reaper.__file__, str(read), json.dumps(undo), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            cwd=cwd,
+            pass_fds=(read,),
+            # Signals for our group (Ctrl-C, a killed session) must not end the reaper before its work.
+            start_new_session=True,
+        ) as running:
+            try:
+                out, err = running.communicate(stdin)
+            except BaseException:
+                os.close(write)
+                write = -1
+                running.wait()
+                raise
+            return running.returncode, out, err
+    finally:
+        os.close(read)
+        if write >= 0:
+            os.close(write)
 
 
 def watch(command: Sequence[str]) -> tuple[int, str]:

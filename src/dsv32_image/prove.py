@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from dsv32_image.archives import read_archive, write_files
 from dsv32_image.engine import RunRequest
 from dsv32_image.errors import EngineError, PatchError, UsageError, WheelError
 from dsv32_image.files import temporary_folder
 from dsv32_image.patching import FileState, Patch, plan_series, read_series
+from dsv32_image.sdist_build import build_sdist
 from dsv32_image.smoke_step import ENV
-from dsv32_image.wheels import build_sdist, read_archive, write_files
+from dsv32_image.wheels import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -148,7 +150,7 @@ def variants_of(package: str, series: Path, source: Path, checkout: Path) -> lis
     metadata = any(".dist-info/" in file.path for patch in patches for file in patch.files)
 
     def make(tree: dict[str, FileState]) -> dict[str, FileState]:
-        tree = build_sdist(tree, source) if is_sdist else tree
+        tree = build_sdist(tree, source, FORMAT_VERSION) if is_sdist else tree
         # The image's own metadata stay in force, with the version that tells of the patches.
         return {name: state for name, state in tree.items() if metadata or ".dist-info/" not in name}
 

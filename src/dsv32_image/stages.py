@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.files import temporary_folder, write_atomic
 from dsv32_image.layers import dockerfile_name, plan_layers
 from dsv32_image.oci import OpenLayer
+from dsv32_image.scratch_tags import scratch_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -100,9 +100,8 @@ def engine_layers(
     """Run the Dockerfile's stages for `missing` on an image of the layers below; their canonical layers."""
     engine, config = request.engine, request.config
     work = request.root / "build" / request.variant.name
-    # Of this process alone: two checkouts may build at once with one engine.
-    parent = f"localhost/dsv32-part:{plans[len(below) - 1].key[:16]}-{os.getpid()}"
-    made_tag = f"localhost/dsv32-build:{plans[-1].key[:16]}-{os.getpid()}"
+    parent = scratch_tag("part", plans[len(below) - 1].key)
+    made_tag = scratch_tag("build", plans[-1].key)
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
             scratch.tags.append(parent)
@@ -117,7 +116,7 @@ def engine_layers(
             with ui.step("wheels", "patched wheels and the build context"):
                 laid_out = lay_out(request, lock, part) if context is None or number else context.result()
             _require_unchanged(request, lock, part)
-            tag = made_tag if part[-1] is missing[-1] else f"{made_tag}-{number}"
+            tag = made_tag if part[-1] is missing[-1] else scratch_tag("build", plans[-1].key, number)
             scratch.tags.append(tag)
             scratch.background.check()
             _run_stages(request, part, laid_out, parent, tag, ui)

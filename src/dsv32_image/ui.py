@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -57,6 +57,33 @@ class Ui:
             # In a log there is no width to fit into; a folded table cannot be searched.
             console.width = 240
         console.print(table)
+
+
+def show_error(message: str, hint: str) -> None:
+    """What happened and where, and the next step if there is one."""
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"  next: {hint}", file=sys.stderr)
+
+
+def show_usage_error(error: Any) -> None:  # noqa: ANN401  # click's UsageError, which Typer does not export
+    """A command line that Typer does not understand, in the form of this project's errors."""
+    said = error.format_message().removesuffix(".")
+    if not said:
+        return  # no words at all: the help was shown
+    if meant := getattr(error, "possibilities", None):
+        said = f"No such option: {error.option_name}; did you mean {' or '.join(sorted(meant))}?"
+    names: list[str] = []
+    context = error.ctx
+    while context is not None and context.parent is not None:
+        names.insert(0, context.info_name)
+        context = context.parent
+    said = said[:1].lower() + said[1:]
+    if names:
+        words = " ".join([*names[:1], "--", *names[1:], "--help"])
+        show_error(f"{' '.join(names)}: {said}", f"`nox -s {words}` says what it takes")
+    else:
+        show_error(said, "`nox -l` lists the steps, `nox -s STEP -- --help` says what one takes")
 
 
 def size(count: float) -> str:

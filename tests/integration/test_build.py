@@ -73,13 +73,17 @@ def change_last_layer(clone, text):
 def test_a_build_killed_at_any_moment_and_run_again_gives_the_same_image(clone, tmp_path):
     text = f"killed {time.time()}"  # a layer that is in no cache
     change_last_layer(clone, text)
+    ended = []
     for seconds in (0.3, 1, 2, 3, 5, 8):
         process = start(clone, *BUILD)
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        wait_until_nothing_runs(clone)
+        ended.append(process.pid)
     code, killed, err = run(clone, *BUILD)
     assert code == 0, err
+    assert [tag for tag in engine_tags() if any(tag.endswith(f"-{number}") for number in ended)] == []
     assert [p for p in (clone / "build" / "cpu").iterdir() if p.name.startswith(".")] == []
     verify_layout(clone / "dist" / "cpu")
     # Of the same moment: the working tree may be edited while this runs.
@@ -88,6 +92,26 @@ def test_a_build_killed_at_any_moment_and_run_again_gives_the_same_image(clone, 
     code, calm, err = run(other, *BUILD, "--no-cache") if os.environ.get("CI_SLOW") else run(other, *BUILD)
     assert code == 0, err
     assert calm == killed
+
+
+def wait_until_nothing_runs(clone, seconds=20):
+    """Whatever a build starts has its folder in the environment."""
+    limit = time.monotonic() + seconds
+    while left := [entry.name for entry in Path("/proc").glob("[0-9]*") if belongs_to(entry, clone)]:
+        assert time.monotonic() < limit, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def belongs_to(process, clone):
+    try:
+        return f"DSV32_ROOT={clone}".encode() in (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def engine_tags():
+    command = ["buildah", "images", "--format", "{{.Name}}:{{.Tag}}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
 def test_the_folder_of_a_checkout_does_not_show(clone, tmp_path):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from test_build import make_clone, run
 
-from dsv32_image import engine, fetch, git_archive, git_pin, resolve_wheels
+from dsv32_image import engine_discovery, fetch, git_archive, git_pin, resolve_wheels
+from dsv32_image.archives import read_archive, write_files
 from dsv32_image.config import load_config
 from dsv32_image.engine import RunRequest
 from dsv32_image.fetch import Source, fetch_all
@@ -20,7 +21,6 @@ from dsv32_image.identity import image_tag
 from dsv32_image.lockfile import read_lock, write_lock
 from dsv32_image.store import Store, cache_home
 from dsv32_image.ui import Ui
-from dsv32_image.wheels import read_archive, write_files
 
 ROOT = Path(__file__).parents[2]
 DATE = "2025-11-30T00:00:00+0000"
@@ -96,7 +96,7 @@ def test_an_image_with_megatron_of_a_commit(tmp_path, capfd):
     request = RunRequest(
         image=image_tag("cpu"), command=["python", "-c", PROBE], mounts={}, env={"NO_VCS_VERSION": "1"}
     )
-    assert engine.choose("buildah").run(request) == 0
+    assert engine_discovery.choose("buildah").run(request) == 0
     out = capfd.readouterr().out
     series = lock.patches["megatron-core"][:8]
     assert f"version 0.19.2+git.{commit[:12]}.dsv32.{series}\n" in out

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 from oci_samples import Member, canonical
 
+from dsv32_image import stages
 from dsv32_image.build import build
 from dsv32_image.config import load_config
-from dsv32_image.errors import EngineError, FileAccessError
+from dsv32_image.errors import BuildError, EngineError, FileAccessError
 from dsv32_image.files import refuse_mounts
 from dsv32_image.layers import LayerCache, plan_layers
 from dsv32_image.lockfile import read_lock
 from dsv32_image.oci import Tree, verify_layout
+from dsv32_image.scratch_tags import scratch_tag
 from dsv32_image.stages import BuildRequest
 from dsv32_image.store import Store
 from dsv32_image.ui import Ui
@@ -28,6 +30,13 @@ class NotingEngine:
 
     def __init__(self):
         self.held = ""
+        self.tags = []
+
+    def own_tags(self):
+        return list(self.tags)
+
+    def remove(self, tag):
+        self.tags = [one for one in self.tags if one != tag]
 
     def image_id(self, tag):
         return self.held
@@ -36,6 +45,10 @@ class NotingEngine:
         if self.broken:
             raise EngineError("no space left in the engine")
         self.held = image.id
+        self.tags.append(tag)
+
+    def build(self, context, dockerfile, args, tag, log):
+        raise self.stops
 
 
 @pytest.fixture
@@ -80,6 +93,25 @@ def test_an_engine_that_fails_at_the_end_leaves_the_written_image(request_):
     assert build(request_, Ui()) == digest
     assert request_.engine.held == digest.config
     assert (request_.root / "dist" / "cpu").stat().st_mtime_ns == stamp  # only loaded
+
+
+@pytest.mark.parametrize("stops", [BuildError("RUN failed"), KeyboardInterrupt(), SystemExit(143)])
+def test_a_build_that_does_not_end_well_leaves_no_image_of_its_own(request_, monkeypatch, stops):
+    engine, tree = request_.engine, request_.root / "scripts" / "note.txt"
+    tree.write_text("a layer that is in no cache")
+    monkeypatch.setattr(stages, "lay_out", lambda *_: request_.root)
+    engine.stops, seen = stops, []
+    monkeypatch.setattr(engine, "load", lambda image, tag, work: (engine.tags.append(tag), seen.append(tag)))
+    with pytest.raises(type(stops)):
+        build(request_, Ui())
+    assert seen and seen[0].startswith("localhost/dsv32-part:")
+    assert engine.tags == []
+
+
+def test_a_build_begins_by_removing_what_a_killed_one_left(request_):
+    request_.engine.tags = [scratch_tag("part", "0" * 64), "localhost/dsv32:other"]
+    build(request_, Ui())
+    assert request_.engine.tags == ["localhost/dsv32:other", "localhost/dsv32:cpu"]
 
 
 def test_a_layout_that_lost_its_config_is_written_again(request_):

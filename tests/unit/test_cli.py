@@ -75,9 +75,39 @@ def test_unknown_engine(project, capsys):
     assert "docker, podman, buildah" in capsys.readouterr().err
 
 
-def test_unknown_option_is_a_usage_error(project, capsys):
-    assert cli.main(["build", "--varant", "cpu"]) == 2
-    assert "No such option" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message", "step"),
+    [
+        ("build --varant cpu", "build: no such option: --varant; did you mean --variant?", "build -- --help"),
+        ("build --colour red", "build: no such option: --colour", "build -- --help"),
+        ("build --jobs few", "build: invalid value for '--jobs'", "build -- --help"),
+        ("build --jobs -1", "build: invalid value for '--jobs'", "build -- --help"),
+        ("patch edit", "patch edit: missing argument 'package'", "patch -- edit --help"),
+        ("patch edt pkg", "patch: no such command 'edt'. Did you mean 'edit'?", "patch -- --help"),
+        ("bild", "no such command 'bild'. Did you mean 'build'?", "nox -l"),
+        ("build --variant", "option '--variant' requires an argument", "--help"),
+    ],
+)
+def test_a_command_line_that_cannot_be_understood_is_an_error_like_any_other(capsys, words, message, step):
+    assert cli.main(words.split()) == errors.UsageError.exit_code
+    said, next_step = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {message}")
+    assert next_step.startswith("  next: ") and step in next_step
+
+
+def test_without_words_the_help_is_shown(capsys):
+    assert cli.main([]) == errors.UsageError.exit_code
+    shown = "".join(capsys.readouterr())
+    assert "Usage" in shown and "build" in shown and "error:" not in shown
+
+
+def test_a_stopped_step_says_that_what_was_finished_stays(project, monkeypatch, capsys):
+    def stopped(root):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "read_lock", stopped)
+    assert cli.main(["fetch", "--variant", "cpu"]) == 130
+    assert "what was finished stays" in capsys.readouterr().err
 
 
 def test_lock_check_is_quiet_when_fresh_and_a_table_when_stale(tmp_path, monkeypatch, capsys):

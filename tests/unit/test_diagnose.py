@@ -101,6 +101,19 @@ SEEN = [
     ("collect2: fatal error: ld terminated with signal 9 [Killed]", Kind.COMPILER_KILLED, "(ld)", "MAX_JOBS"),
     ("cc1plus: out of memory allocating 65536 bytes", Kind.COMPILER_KILLED, "(cc1plus)", "MAX_JOBS"),
     (
+        "error running container: from /usr/bin/crun creating container for [/bin/sh -c KEY=1 sh /run/tools/"
+        "install-layer]: cgroups in hybrid mode not supported, drop all controllers from cgroupv2",
+        Kind.RUNTIME_REFUSES,
+        "cgroups in hybrid mode not supported",
+        "BUILDAH_ISOLATION=chroot",
+    ),
+    (
+        "Error: crun: setrlimit `RLIMIT_NOFILE`: Operation not permitted: OCI permission denied",
+        Kind.RUNTIME_REFUSES,
+        "RLIMIT_NOFILE",
+        "--engine buildah",
+    ),
+    (
         "cudaSetDevice failed: 802 system not yet initialized",
         Kind.FABRIC_NOT_READY,
         "802",
@@ -115,6 +128,7 @@ NEAR = [
     "ImportError: /usr/lib/libfoo.so.1: undefined symbol: foo_bar",
     "docker: Error response from daemon: No such image: localhost/dsv32:cu130",
     "test_killed_ranks_are_noticed PASSED",
+    "error running container: from /usr/bin/crun creating container for [/bin/x]: executable file not found",
 ]
 
 

@@ -1,10 +1,15 @@
 """Choosing an engine: what is there but does not work is named, with the next step. Fake programs on PATH."""
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from dsv32_image.engine import BuildahEngine, RunRequest, choose
+from dsv32_image.engine import BuildahEngine, RunRequest
+from dsv32_image.engine_discovery import choose
 from dsv32_image.errors import EngineError, UsageError
 
 
@@ -135,6 +140,50 @@ def test_docker_runs_without_network_and_with_the_mounts(programs, tmp_path):
     assert f"{tmp_path}:/run/smoke:rw" in words
     assert "--env A=1" in words
     assert "--gpus" not in words
+
+
+def test_the_tools_container_of_a_killed_build_is_removed_from_the_daemon(programs, tmp_path):
+    """The client's end alone does not end a container."""
+    log, path = tmp_path / "words", os.defpath
+    docker = programs("docker", f'PATH={path}; echo "$@" >> {log}; case "$1" in run) exec sleep 60 ;; esac')
+    program = (
+        "import sys; from pathlib import Path; from dsv32_image.engine import DockerEngine; "
+        "folder = Path(sys.argv[2]); "
+        "DockerEngine(sys.argv[1], '').run_tools('x:1', folder, ['mmdebstrap'], {}, folder / 'log')"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", program, str(docker), str(tmp_path)]
+
+    def said(count):
+        limit = time.monotonic() + 15
+        while not log.exists() or len(log.read_text().splitlines()) < count:
+            assert time.monotonic() < limit, "it did not come to pass"
+            time.sleep(0.02)
+        return log.read_text().splitlines()
+
+    with subprocess.Popen(command, env=env) as build:
+        (started,) = said(1)
+        build.kill()
+    name = started.split("--name ")[1].split()[0]
+    assert said(2)[1] == f"rm --force {name}"
+
+
+@pytest.mark.parametrize("isolation", ["", "chroot"])
+def test_podman_builds_without_network_whatever_the_isolation(programs, tmp_path, monkeypatch, isolation):
+    """`podman build` refuses to turn the network off with chroot isolation, which shares the caller's."""
+    log = tmp_path / "words"
+    programs("podman", f'case "$1" in build) echo "$@" > {log} ;; esac')
+    programs("unshare", f'echo "unshare $@" > {log}.outer; while [ "$1" != podman ]; do shift; done; "$@"')
+    monkeypatch.setenv("BUILDAH_ISOLATION", isolation)
+    podman = choose("podman")
+    podman.program = "podman"
+    podman.build(tmp_path, tmp_path / "Dockerfile", {}, "localhost/x:1", tmp_path / "log")
+    outer = log.with_suffix(".outer")
+    if isolation:
+        assert outer.read_text().startswith("unshare --net") and "dsv32_image.loopback" in outer.read_text()
+        assert "--network host" in log.read_text()
+    else:
+        assert "--network none" in log.read_text() and not outer.exists()
 
 
 def test_a_dead_docker_host_is_named_as_what_to_correct(programs, monkeypatch):

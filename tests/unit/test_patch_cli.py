@@ -60,6 +60,53 @@ def test_edit_unpacks_the_source_with_one_commit_a_patch(workspace):
     assert [path.name for path in workspace.work.iterdir()] == ["pkg"]
 
 
+UNTITLED = HEADER.partition("\n")[2].lstrip().encode()
+"""As the project's own patches have it: the file's name is the title."""
+
+
+@pytest.fixture
+def untitled(workspace):
+    series = workspace.patches / "pkg"
+    for path, name in (("0001-top.patch", "0001-top-on-input-device.patch"), ("0002-later.patch", "")):
+        data = UNTITLED + b"\n" + split_header((series / path).read_bytes())[1]
+        (series / path).unlink()
+        (series / (name or path)).write_bytes(data)
+    (series / "series").write_text("0001-top-on-input-device.patch\n0002-later.patch\n")
+    return workspace
+
+
+def test_a_commit_of_a_patch_without_a_title_is_called_after_its_file(untitled):
+    done = edit(untitled, "pkg")
+    log = git(done.folder, "log", "--format=%s").splitlines()
+    assert log == ["0002-later", "0001-top-on-input-device", "pkg: source as published"]
+
+
+def test_that_title_does_not_come_into_the_patch_unless_it_is_changed(untitled):
+    folder = edit(untitled, "pkg").folder
+    refresh(untitled, "pkg")
+    before = files_of(untitled.patches / "pkg")
+    assert refresh(untitled, "pkg").written == ()
+    assert all(
+        split_header(data)[0].encode() == UNTITLED.rstrip() for n, data in before.items() if n != "series"
+    )
+    message = git(folder, "log", "-1", "--format=%B").replace("0002-later", "A line, later", 1)
+    git(folder, "commit", "--amend", "--quiet", "--file=-", stdin=message)
+    assert refresh(untitled, "pkg").written == ("0002-later.patch",)
+    text = (untitled.patches / "pkg" / "0002-later.patch").read_bytes()
+    assert text.startswith(b"A line, later\n\n" + UNTITLED.partition(b"\n")[0])
+    assert git(folder, "log", "-1", "--format=%s") == "A line, later\n"
+
+
+def test_half_of_a_split_patch_without_a_title_is_called_after_the_whole(untitled):
+    folder = edit(untitled, "pkg").folder
+    (folder / "pkg/mod.py").write_bytes((folder / "pkg/mod.py").read_bytes() + b"last\n")
+    message = git(folder, "log", "-1", "--format=%B")
+    git(folder, "commit", "--all", "--quiet", "--file=-", stdin=message)
+    refresh(untitled, "pkg")
+    names = ["0001-top-on-input-device.patch", "0002-later.patch", "0003-later.patch"]
+    assert (untitled.patches / "pkg" / "series").read_text().split() == names
+
+
 def test_refresh_without_a_change_gives_the_same_bytes(workspace):
     edit(workspace, "pkg")
     refresh(workspace, "pkg")

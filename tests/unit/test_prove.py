@@ -11,9 +11,9 @@ import pytest
 from patch_samples import EDIT, HEADER, make_wheel, write_series
 
 from dsv32_image import prove
+from dsv32_image.archives import read_archive
 from dsv32_image.errors import EngineError, PatchError, UsageError
 from dsv32_image.patching import FileState, read_series
-from dsv32_image.wheels import read_archive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

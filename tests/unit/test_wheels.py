@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 from patch_samples import EDIT, MODULE, SETUP, make_sdist, make_wheel, record_hash, wheel_files, write_series
 
-from dsv32_image import wheels
+from dsv32_image import archives, wheels
+from dsv32_image.archives import read_archive
 from dsv32_image.errors import DiskFullError, PatchError, WheelError
 from dsv32_image.own_wheel import make_own_wheel
 from dsv32_image.patching import series_sha256
-from dsv32_image.wheels import MARKER, metadata_only, patch_wheel, read_archive
+from dsv32_image.wheels import MARKER, metadata_only, patch_wheel
 
 EPOCH = 1_764_460_800
 INFO = "pkg-1.0.dist-info"
@@ -277,7 +278,7 @@ def test_links_doubles_and_files_below_files_are_refused(wheel, series, tmp_path
 
 
 def test_an_archive_that_unpacks_to_too_much_is_refused(wheel, series, tmp_path, monkeypatch):
-    monkeypatch.setattr(wheels, "MAX_UNPACKED", 100)
+    monkeypatch.setattr(archives, "MAX_UNPACKED", 100)
     refused(wheel, series, tmp_path / "out", "more than 100 bytes")
     refused(make_sdist(tmp_path / "s"), series, tmp_path / "out", "more than 100 bytes")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv32.dsa import blocked, gpu
+from dsv32.dsa import blocked, gpu, tiling
 from dsv32.dsa.plan import Bounds, blocks, bounds_of_indices, even_step, row_step
 from dsv32.dsa.settings import Settings, decline
 
@@ -118,12 +118,12 @@ def attention_backward(
     return tiles_backward(q, kv, indices, out, lse, dout, scale, settings, bounds)
 
 
-def _chosen(indices: Tensor, kv: Tensor) -> blocked.Chosen:
+def _chosen(indices: Tensor, kv: Tensor) -> tiling.Chosen:
     """The keys that indices name are those that a row may see."""
     bounds = Bounds(
         starts=torch.zeros_like(indices[:, 0]), ends=torch.full_like(indices[:, 0], kv.size(0)), sk=kv.size(0)
     )
-    return blocked.Chosen(visible=blocked.Visible(bounds=bounds), indices=indices)
+    return tiling.Chosen(visible=tiling.Visible(bounds=bounds), indices=indices)
 
 
 # Picoseconds of an H200 per (row, visible key, head) of full tiles, and per (row, chosen key) of the atomic

@@ -1,10 +1,9 @@
 """DSA in plain PyTorch under a byte budget: selection, both KL losses and attention, with their gradients.
 
 Work is cut over query rows, keys and heads, so that no intermediate of [sq, sk] or [sq, heads, top-k] is made
-at any length: what a function holds beside its inputs and results stays below the budget. Keys come in tiles.
-A tile is either a range of keys that all rows of a block look at, or a range of columns of the chosen keys,
-gathered for each row; the arithmetic is the same. Softmaxes over several tiles are put together from running
-maxima and sums (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+at any length: what a function holds beside its inputs and results stays below the budget. Keys come in tiles
+(`tiling`). Softmaxes over several tiles are put together from running maxima and sums (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018).
 
 Shapes, one sequence or packed batch: q [sq, H, D], k [sk, D] shared by all heads or [sk, H, D]; index q
 [sq, Hi, Di], index k [sk, Di], weights [sq, Hi]. Arithmetic is fp32, or fp64 where an input is fp64.
@@ -14,132 +13,16 @@ Shapes, one sequence or packed batch: q [sq, H, D], k [sk, D] shared by all head
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsv32.dsa.plan import Bounds, blocks
 from dsv32.dsa.streaming import FP8_BLOCK, through_fp8, wide
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from dsv32.dsa.tiling import Chosen, Cut, Tile, Visible, fit, groups
 
 EPS = 1e-10  # floors of megatron-core 0.19.2 dsa_indexer_loss.py
-
-
-@dataclass(frozen=True, kw_only=True)
-class Visible:
-    """Which keys a row may see: by `bounds` on key positions, or by `mask`.
-
-    bounds: of rows, in terms of `positions`. positions: int [sk], None where key j has position j. mask: bool
-    [sq, sk], True where a row may not look; wins over bounds.
-    """
-
-    bounds: Bounds
-    positions: Tensor | None = None
-    mask: Tensor | None = None
-
-    def ranges(self, step: int) -> list[tuple[slice, slice]]:
-        """Blocks of rows, each with the keys that at least one of its rows may see."""
-        sq, sk = self.bounds.sq, self.bounds.sk
-        if self.mask is not None or self.positions is not None:
-            return [(slice(lo, min(lo + step, sq)), slice(0, sk)) for lo in range(0, sq, step)]
-        return [(slice(b.lo, b.hi), slice(b.key_lo, b.key_hi)) for b in blocks(self.bounds, step)]
-
-    def allowed(self, rows: slice, keys: slice | Tensor) -> Tensor:
-        """Bool [rows, width]: for a range of keys, or for the keys int64 [rows, width] of each row."""
-        if self.mask is not None:
-            some = self.mask[rows]
-            return ~(some[:, keys] if isinstance(keys, slice) else some.gather(1, keys))
-        starts, ends = self.bounds.starts[rows, None], self.bounds.ends[rows, None]
-        if self.positions is not None:
-            at = self.positions[keys]
-        elif isinstance(keys, slice):
-            at = torch.arange(keys.start, keys.stop, device=starts.device, dtype=starts.dtype)
-        else:
-            at = keys
-        return (at >= starts) & (at < ends)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """Some keys of a block of rows: `keys` a range, or int64 [rows, width]; `valid` bool [rows, width]."""
-
-    keys: slice | Tensor
-    valid: Tensor
-
-    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of x [sk, ...]: [width, ...], or gathered [rows, width, ...]."""
-        return x[self.keys].to(dtype)
-
-    def letters(self, heads: bool) -> str:
-        """Dimensions of what `take` gives, in the letters of einsum."""
-        return ("" if isinstance(self.keys, slice) else "q") + ("khd" if heads else "kd")
-
-    def add(self, total: Tensor, part: Tensor, heads: slice | None) -> None:
-        """Add gradients of what `take` gave to those of all keys; `heads`: theirs among [sk, H, D]."""
-        rows = part.flatten(0, part.ndim - (2 if heads is None else 3))
-        into = total if heads is None else total[:, heads]
-        if isinstance(self.keys, slice):
-            into[self.keys] += rows
-        else:
-            into.index_add_(0, self.keys.flatten(), rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """Visible keys cut into tiles; with `indices` int [sq, t] (-1 in empty slots) only the chosen ones."""
-
-    visible: Visible
-    indices: Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        """The most keys that a row may have."""
-        return self.visible.bounds.sk if self.indices is None else self.indices.size(1)
-
-    def blocks(self, step: int) -> list[tuple[slice, slice]]:
-        """Blocks of rows, each with its range of columns."""
-        if self.indices is None:
-            return self.visible.ranges(step)
-        sq, width = self.indices.shape
-        return [(slice(lo, min(lo + step, sq)), slice(0, width)) for lo in range(0, sq, step)]
-
-    def tiles(self, rows: slice, columns: slice, step: int) -> Iterator[Tile]:
-        """The tiles of a block of rows."""
-        for lo in range(columns.start, columns.stop, step):
-            cut = slice(lo, min(lo + step, columns.stop))
-            if self.indices is None:
-                yield Tile(keys=cut, valid=self.visible.allowed(rows, cut))
-            else:
-                some = self.indices[rows, cut].long()
-                keys = some.clamp_min(0)
-                yield Tile(keys=keys, valid=(some >= 0) & self.visible.allowed(rows, keys))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How much is worked on at a time: query rows, keys of a tile, heads."""
-
-    rows: int
-    keys: int
-    heads: int
-
-
-def fit(rows: int, keys: int, heads: int, cost: Callable[[int, int, int], int], budget: int) -> Cut:
-    """The largest cut whose cost [bytes] of (rows, keys, heads) is within the budget, or 1, 1, 1.
-
-    Rows and keys are halved down to 64 before heads are, as products of fewer are slow.
-    """
-    r, k, h = max(rows, 1), max(keys, 1), max(heads, 1)
-    while cost(r, k, h) > budget and (r, k, h) != (1, 1, 1):
-        if max(r, k) > 64 or h == 1:
-            r, k = (-(-r // 2), k) if r >= k else (r, -(-k // 2))
-        else:
-            h = -(-h // 2)
-    return Cut(rows=r, keys=k, heads=h)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +46,6 @@ class Scoring:
 
 
 PLAIN = Scoring()
-
-
-def _groups(count: int, step: int) -> Iterator[slice]:
-    for lo in range(0, count, step):
-        yield slice(lo, min(lo + step, count))
 
 
 class _Normalizer:
@@ -211,7 +89,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, tile: Tile, scoring: Scoring,
     acc = wide(q, k)
     keys = scoring.rounded(tile.take(k, acc))
     total = torch.zeros(tile.valid.shape, dtype=acc, device=q.device)
-    for heads in _groups(q.size(1), step):
+    for heads in groups(q.size(1), step):
         dots = _dots(scoring.rounded(q[:, heads].to(acc)), keys, tile, heads=False)
         dots = dots.relu_() if scoring.relu else dots
         total += torch.einsum("qhk,qh->qk", dots, weights[:, heads].to(acc))
@@ -392,10 +270,10 @@ def _normalizers(
     """Log-sum-exp over a block's tiles: of attention [rows, H], of index scores [rows]."""
     query, acc = target.query[rows], wide(q, k)
     count, heads = query.shape[:2]
-    attention = [_Normalizer((count, h.stop - h.start), query, acc) for h in _groups(heads, cut.heads)]
+    attention = [_Normalizer((count, h.stop - h.start), query, acc) for h in groups(heads, cut.heads)]
     index = _Normalizer((count,), query, acc)
     for tile in chosen.tiles(rows, columns, cut.keys):
-        for some, normalizer in zip(_groups(heads, cut.heads), attention, strict=True):
+        for some, normalizer in zip(groups(heads, cut.heads), attention, strict=True):
             normalizer.add(_logits(query, target.key, tile, some, target.scale)[0])
         index.add(_scores(q, k, weights, tile, scoring, cut.heads))
     return torch.cat([normalizer.lse() for normalizer in attention], 1), index.lse()
@@ -406,7 +284,7 @@ def _target(target: Target, rows: slice, tile: Tile, lse: Tensor, cut: Cut) -> T
     query = target.query[rows]
     total = torch.zeros(tile.valid.shape, dtype=lse.dtype, device=lse.device)
     base = lse.masked_fill(lse == float("-inf"), 0.0)
-    for heads in _groups(query.size(1), cut.heads):
+    for heads in groups(query.size(1), cut.heads):
         logits, _ = _logits(query, target.key, tile, heads, target.scale)
         total += logits.sub_(base[:, heads, None]).exp_().sum(1)
     return total
@@ -452,7 +330,7 @@ def _score_gradient(
     acc = wide(q, k)
     keys = tile.take(k, acc)
     letters = tile.letters(heads=False)
-    for heads in _groups(q.size(1), step):
+    for heads in groups(q.size(1), step):
         some = q[:, heads].to(acc)
         dots = _dots(some, keys, tile, heads=False)
         dots = dots.relu_() if relu else dots
@@ -527,7 +405,7 @@ def attention_forward(
     many = v.ndim == 3
     cut = _attention_cut(q, k, v, chosen, budget, backward=False)
     for rows, columns in chosen.blocks(cut.rows):
-        for some in _groups(heads, cut.heads):
+        for some in groups(heads, cut.heads):
             normalizer = _Normalizer((rows.stop - rows.start, some.stop - some.start), q, acc)
             total = torch.zeros(*normalizer.top.shape, v.size(-1), dtype=acc, device=q.device)
             for tile in chosen.tiles(rows, columns, cut.keys):
@@ -560,7 +438,7 @@ def attention_backward(
     dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
     cut = _attention_cut(q, k, v, chosen, budget, backward=True)
     for rows, columns in chosen.blocks(cut.rows):
-        for some in _groups(q.size(1), cut.heads):
+        for some in groups(q.size(1), cut.heads):
             query, do = q[rows, some].to(acc), dout[rows, some].to(acc)
             delta = (do * out[rows, some]).sum(-1, keepdim=True)
             base = lse[rows, some].masked_fill(lse[rows, some] == float("-inf"), 0.0)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsv32.dsa import blocked, gpu, selection, streaming
+from dsv32.dsa import blocked, gpu, selection, streaming, tiling
 from dsv32.dsa.plan import Bounds, blocks, even_step, row_step
 from dsv32.dsa.scores import Scorer
 from dsv32.dsa.settings import Settings, decline
@@ -159,8 +159,8 @@ def _in_torch(
         query=inputs.query, key=inputs.kv, scale=inputs.scale, rows=inputs.rows, group=inputs.tp_group
     )
     sparse = operation.startswith("sparse")
-    chosen = blocked.Chosen(
-        visible=blocked.Visible(bounds=inputs.bounds), indices=inputs.indices if sparse else None
+    chosen = tiling.Chosen(
+        visible=tiling.Visible(bounds=inputs.bounds), indices=inputs.indices if sparse else None
     )
     scoring = blocked.Scoring(relu=inputs.relu, fp8=settings.indexer == "fp8")
     return blocked.kl_loss(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv32.dsa import blocked, gpu
+from dsv32.dsa import blocked, gpu, tiling
 from dsv32.dsa.plan import Bounds, even_step, row_step
 from dsv32.dsa.scores import Scorer
 from dsv32.dsa.settings import Settings, decline
@@ -32,7 +32,7 @@ def select(
             if q.is_cuda and settings.path != "torch":
                 decline(settings, "indexer top-k", reason)
             scoring = blocked.Scoring(relu=relu, fp8=settings.indexer == "fp8")
-            visible = blocked.Visible(bounds=bounds)
+            visible = tiling.Visible(bounds=bounds)
             return blocked.select(q, k, weights, visible, count, settings.byte_budget, scoring=scoring)
         indices = torch.empty(sq, count, dtype=torch.int32, device=q.device)
         picked = torch.empty(sq, count, dtype=torch.float32, device=q.device)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv32.dsa import blocked
+from dsv32.dsa import blocked, tiling
 from dsv32.dsa.plan import Bounds, causal_bounds, loss_factor
 from dsv32.dsa.settings import Settings
 
@@ -37,17 +37,17 @@ class Masking:
     varlen_ends: Tensor | None = None
     key_positions: Tensor | None = None
 
-    def of(self, batch: int, sq: int, sk: int, device: torch.device) -> blocked.Visible:
+    def of(self, batch: int, sq: int, sk: int, device: torch.device) -> tiling.Visible:
         """The visible keys of one member of the batch."""
         if self.varlen_starts is None or self.varlen_ends is None:
             mask = self.mask[batch] if self.mask is not None and self.mask.ndim == 3 else self.mask
-            return blocked.Visible(
+            return tiling.Visible(
                 bounds=causal_bounds(sq, sk, device, offset=0), mask=None if mask is None else mask.isneginf()
             )
         starts, ends = (x.to(device).int() for x in (self.varlen_starts, self.varlen_ends))
         if self.key_positions is None:
             starts, ends = starts.clamp(0, sk), ends.clamp(0, sk)
-        return blocked.Visible(
+        return tiling.Visible(
             bounds=Bounds(starts=starts, ends=ends, sk=sk),
             positions=None if self.key_positions is None else self.key_positions.to(device),
         )
@@ -188,8 +188,8 @@ def _one_head(x: Tensor) -> Tensor:
     return x[:, 0] if x.size(1) == 1 or x.stride(1) == 0 else x
 
 
-def _chosen(visible: blocked.Visible, indices: Tensor | None) -> blocked.Chosen:
+def _chosen(visible: tiling.Visible, indices: Tensor | None) -> tiling.Chosen:
     """As many chosen as there are keys are all visible ones; then a range of keys needs no gathering."""
     if indices is not None and indices.size(-1) >= visible.bounds.sk:
         indices = None
-    return blocked.Chosen(visible=visible, indices=indices)
+    return tiling.Chosen(visible=visible, indices=indices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dsv32_image.doctor.probe import Finding
-from dsv32_image.engine import NAMES
+from dsv32_image.engine_discovery import NAMES
 from dsv32_image.errors import EngineError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import httpx
 
-from dsv32_image import engine as engines
+from dsv32_image import engine_discovery as engines
 from dsv32_image import resolve_debs, resolve_wheels
 from dsv32_image.config import load_config
 from dsv32_image.errors import EngineError, ImageError

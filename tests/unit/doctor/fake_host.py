@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsv32_image import engine as engines
+from dsv32_image import engine_discovery as engines
 from dsv32_image.doctor.probe import NOT_THERE, Filesystem, Result
 from dsv32_image.errors import EngineError
 
