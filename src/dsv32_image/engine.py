@@ -133,13 +133,15 @@ class _CliEngine:
         subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
 
     def run(self, request: RunRequest) -> int:
-        command = [self.program, "run", "--rm", "--network", "none", "--shm-size", "8g"]
+        name = _container_name("run")
+        command = [self.program, "run", "--rm", "--name", name, "--network", "none", "--shm-size", "8g"]
         command += self._gpu_options() if request.gpus else []
         for host, (inside, writable) in request.mounts.items():
             command += ["--volume", f"{host}:{inside}:{'rw' if writable else 'ro'}"]
         for key, value in request.env.items():
             command += ["--env", f"{key}={value}"]
-        code, said = proc.watch([*command, request.image, *request.command])
+        undo = [self.program, "rm", "--force", name]
+        code, said = proc.watch([*command, request.image, *request.command], undo=undo)
         # The engine's own refusals; the command's codes are below, and it has its own report.
         if code in _REFUSED and (known := diagnose(said)):
             raise EngineError(f"{self.name} cannot start {request.image}: {known.problem}", hint=known.hint)
@@ -153,8 +155,7 @@ class _CliEngine:
         self, tag: str, work: Path, command: Sequence[str], env: Mapping[str, str], log: Path
     ) -> None:
         # What mounting and chroot need, and no more: --privileged is refused where root itself has less.
-        # By that name it is removed if this process is killed: the engine's daemon would let it run on.
-        name = f"dsv32-tools-{secrets.token_hex(8)}"
+        name = _container_name("tools")
         words = [self.program, "run", "--rm", "--name", name, "--network", "none", "--cap-add", "SYS_ADMIN"]
         words += ["--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined"]
         words += ["--volume", f"{work}:{work}", "--workdir", "/"]
@@ -282,7 +283,8 @@ class BuildahEngine:
             # buildah runs the bare command, without the image's entrypoint, as a build step would.
             words = ["env", *(f"{k}={v}" for k, v in request.env.items()), "/opt/dsv32/share/entrypoint"]
             command += [container, "--", *words, *request.command]
-            return subprocess.run([*self._network_off(), *command], check=False).returncode
+            undo = [self.program, "rm", container]
+            return proc.watch([*self._network_off(), *command], undo=undo)[0]
         finally:
             subprocess.run([self.program, "rm", container], capture_output=True, check=False)
 
@@ -296,6 +298,11 @@ class BuildahEngine:
 
     def _network_off(self) -> list[str]:
         return _no_network() if self._isolation == "chroot" else []
+
+
+def _container_name(kind: str) -> str:
+    """By it a container is removed if this process is killed: the engine's daemon would let it run on."""
+    return f"dsv32-{kind}-{secrets.token_hex(8)}"
 
 
 def _no_network() -> list[str]:

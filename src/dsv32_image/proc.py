@@ -12,14 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv32_image import reaper
 from dsv32_image.diagnose import diagnose
 from dsv32_image.errors import BuildError, ImageError, ToolMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 # An error is read on a screen: the end of what the program said, and where all of it is.
@@ -111,39 +111,21 @@ def _run_reaped(
     words: Sequence[str], undo: Sequence[str], env: Mapping[str, str], cwd: Path | None, stdin: bytes
 ) -> tuple[int, bytes, bytes]:
     """Run a command to its end, or to ours: exit code, standard output, standard error."""
-    read, write = os.pipe()
-    try:
-        with subprocess.Popen(
-            [sys.executable, "-I", "-S", reaper.__file__, str(read), json.dumps(undo), *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=env,
-            cwd=cwd,
-            pass_fds=(read,),
-            # Signals for our group (Ctrl-C, a killed session) must not end the reaper before its work.
-            start_new_session=True,
-        ) as running:
-            try:
-                out, err = running.communicate(stdin)
-            except BaseException:
-                os.close(write)
-                write = -1
-                running.wait()
-                raise
-            return running.returncode, out, err
-    finally:
-        os.close(read)
-        if write >= 0:
-            os.close(write)
+    pipe = subprocess.PIPE
+    with _reaped(words, undo, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd=cwd) as running:
+        out, err = running.communicate(stdin)
+    return running.returncode, out, err
 
 
-def watch(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command on this process's own streams; its exit code, and the end of its standard error."""
+def watch(command: Sequence[str], *, undo: Sequence[str] = ()) -> tuple[int, str]:
+    """Run a command on this process's own streams; its exit code, and the end of its standard error.
+
+    It ends with this process, as in `run`.
+    """
     kept = ""
     # A block may end within a character.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as running:
+    with _reaped(command, undo, stderr=subprocess.PIPE) as running:
         assert running.stderr is not None
         while block := os.read(running.stderr.fileno(), _WATCHED):
             text = decoder.decode(block)
@@ -151,6 +133,35 @@ def watch(command: Sequence[str]) -> tuple[int, str]:
             sys.stderr.flush()
             kept = (kept + text)[-_WATCHED:]
     return running.returncode, kept
+
+
+@contextlib.contextmanager
+def _reaped(
+    command: Sequence[str],
+    undo: Sequence[str],
+    **streams: Any,  # noqa: ANN401  # Popen's own
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that ends, with all that it started, when this block or this process does."""
+    read, write = os.pipe()
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", reaper.__file__, str(read), json.dumps(undo), *command],
+            pass_fds=(read,),
+            # Signals for our group (Ctrl-C, a killed session) must not end the reaper before its work.
+            start_new_session=True,
+            **streams,
+        ) as running:
+            try:
+                yield running
+            except BaseException:
+                os.close(write)
+                write = -1
+                running.wait()
+                raise
+    finally:
+        os.close(read)
+        if write >= 0:
+            os.close(write)
 
 
 def _shown(words: list[str], output: str, log: Path | None) -> str:

@@ -142,14 +142,20 @@ def test_docker_runs_without_network_and_with_the_mounts(programs, tmp_path):
     assert "--gpus" not in words
 
 
-def test_the_tools_container_of_a_killed_build_is_removed_from_the_daemon(programs, tmp_path):
+@pytest.mark.parametrize(
+    "call",
+    [
+        "run_tools('x:1', folder, ['mmdebstrap'], {}, folder / 'log')",
+        "run(RunRequest(image='x:1', command=['pytest'], mounts={}, env={}))",
+    ],
+)
+def test_the_container_of_a_killed_step_is_removed_from_the_daemon(programs, tmp_path, call):
     """The client's end alone does not end a container."""
     log, path = tmp_path / "words", os.defpath
     docker = programs("docker", f'PATH={path}; echo "$@" >> {log}; case "$1" in run) exec sleep 60 ;; esac')
     program = (
-        "import sys; from pathlib import Path; from dsv32_image.engine import DockerEngine; "
-        "folder = Path(sys.argv[2]); "
-        "DockerEngine(sys.argv[1], '').run_tools('x:1', folder, ['mmdebstrap'], {}, folder / 'log')"
+        "import sys; from pathlib import Path; from dsv32_image.engine import DockerEngine, RunRequest; "
+        f"folder = Path(sys.argv[2]); DockerEngine(sys.argv[1], '').{call}"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     command = [sys.executable, "-c", program, str(docker), str(tmp_path)]

@@ -43,12 +43,12 @@ def until(condition, seconds=15.0):
         time.sleep(0.02)
 
 
-def begin(duration, tmp_path, client=CLIENT, undo=()):
-    """A process that runs a client by `proc.run`, once the client has begun."""
+def begin(duration, tmp_path, client=CLIENT, undo=(), how="run"):
+    """A process that runs a client by `proc.run` or `proc.watch`, once the client has begun."""
     note = tmp_path / "note"
     script = client.format(t=duration, note=note)
-    words = f"['sh', '-c', {script!r}], what='the client', undo={undo!r}"
-    program = f"from dsv32_image import proc; proc.stop_cleanly(); proc.run({words})"
+    words = f"['sh', '-c', {script!r}], undo={undo!r}" + ", what='the client'" * (how == "run")
+    program = f"from dsv32_image import proc; proc.stop_cleanly(); proc.{how}({words})"
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     build = subprocess.Popen(
         [sys.executable, "-c", program], env=env, stderr=subprocess.DEVNULL, start_new_session=True
@@ -59,8 +59,9 @@ def begin(duration, tmp_path, client=CLIENT, undo=()):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
-def test_a_build_that_is_killed_leaves_no_process_running(duration, tmp_path, number, send):
-    build = begin(duration, tmp_path)
+@pytest.mark.parametrize("how", ["run", "watch"])
+def test_a_step_that_is_killed_leaves_no_process_running(duration, tmp_path, number, send, how):
+    build = begin(duration, tmp_path, how=how)
     send(build.pid, number)
     build.wait(15)
     until(lambda: not sleeping(duration))
