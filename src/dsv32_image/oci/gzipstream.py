@@ -74,8 +74,10 @@ def gzip_members(source: Path, workers: int | None = None) -> Generator[bytearra
 
 def _step_back() -> None:
     """Linux schedules threads, so one of them can be nicer than its process; elsewhere it need not be."""
+    thread = threading.get_native_id()
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        # Never forward, which root may: a whole build may be nicer already.
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def inflate(blocks: Iterable[bytes]) -> Iterator[bytes]:
