@@ -106,6 +106,13 @@ def train(  # a command's options are its parameters
     cp: Annotated[int, typer.Option(help="Context parallelism (zigzag, keys gathered).")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallelism.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallelism.")] = 1,
+    vpp: Annotated[
+        int,
+        typer.Option(
+            help="Chunks of layers that a pipeline stage holds (interleaved schedule); above 1 it needs --pp "
+            "above 1 and microbatches a multiple of --pp."
+        ),
+    ] = 1,
     learning_rate: Annotated[float, typer.Option(help="Highest, after the warm-up.")] = 3e-3,
     warmup_steps: Annotated[int, typer.Option(help="Steps over which the learning rate rises.")] = 10,
     weight_decay: Annotated[float, typer.Option()] = 0.1,
@@ -168,7 +175,7 @@ def train(  # a command's options are its parameters
         experts=experts,
         stage=stage,
         layout=layout,
-        parallel=Parallel(tp=tp, cp=cp, ep=ep, pp=pp),
+        parallel=Parallel(tp=tp, cp=cp, ep=ep, pp=pp, vpp=vpp),
         steps=steps,
         sequence_length=sequence_length,
         global_batch=global_batch,

@@ -101,8 +101,8 @@ def make_trainer(layout: Layout, device: torch.device, *, learning_rate: float =
         settings=layout.settings,
     )
     rows = THD_ROWS if layout.thd else SBHD_ROWS
-    model = build_model(config=config, vocabulary=TINY.vocabulary, sequence_length=rows)
-    load_full(model, rounded_weight if layout.rounded_weights else weight)
+    chunks = build_model(config=config, vocabulary=TINY.vocabulary, sequence_length=rows)
+    load_full(chunks, rounded_weight if layout.rounded_weights else weight)
     optimizer = OptimizerConfig(
         optimizer=layout.optimizer,
         adam_eps=1e-3,
@@ -115,7 +115,9 @@ def make_trainer(layout: Layout, device: torch.device, *, learning_rate: float =
         use_distributed_optimizer=layout.distributed_optimizer,
     )
     return Trainer(
-        model=model.to(device), optimizer=optimizer, overlap_grad_reduce=layout.overlap_grad_reduce
+        chunks=[chunk.to(device) for chunk in chunks],
+        optimizer=optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
     )
 
 
@@ -145,7 +147,7 @@ def train(rank: int, device: torch.device, layout: Layout, steps: int = 3) -> Ru
     trainer = make_trainer(layout, device)
     batches = make_batches(layout, device)
     rows = THD_ROWS if layout.thd else SBHD_ROWS
-    recorder = Recorder(trainer.plain_model, layers=TINY.layers, experts=TINY.experts)
+    recorder = Recorder(trainer.plain_chunks, layers=TINY.layers, experts=TINY.experts)
     lm_loss, indexer_loss, grad_norm, choices = [], [], [], []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
@@ -155,7 +157,7 @@ def train(rank: int, device: torch.device, layout: Layout, steps: int = 3) -> Ru
         grad_norm.append(result.grad_norm)
         choices.append(recorder.take())
         if step == 0 and not layout.distributed_optimizer:
-            gradients = gather_full(trainer.plain_model, lambda parameter: parameter.main_grad.float())
+            gradients = gather_full(trainer.plain_chunks, lambda parameter: parameter.main_grad.float())
     return Run(
         lm_loss=lm_loss, indexer_loss=indexer_loss, grad_norm=grad_norm, choices=choices, gradients=gradients
     )

@@ -58,6 +58,7 @@ LAYOUTS = [
     ("sbhd", Layout(name="tp2 cp2", parallel=_TP2_CP2)),
     ("sbhd", Layout(name="ep2", parallel=Parallel(ep=2))),
     ("sbhd", Layout(name="pp2", parallel=Parallel(pp=2))),
+    ("sbhd", Layout(name="pp2 vpp2", parallel=Parallel(pp=2, vpp=2))),
     ("sbhd", Layout(name="cp2 ep2", parallel=Parallel(cp=2, ep=2))),
     ("sbhd", Layout(name="cp2 overlapped reduction", parallel=Parallel(cp=2), overlap_grad_reduce=True)),
     (

@@ -68,7 +68,11 @@ _METADATA = {
 
 
 def _state(trainer: Trainer, *, optimizer: bool, loading: bool) -> dict[str, Any]:
-    model = trainer.plain_model.sharded_state_dict(metadata=_METADATA)
+    # By number: what is stored is named by layer, so another layout finds it whatever its chunks are.
+    model = {
+        str(number): chunk.sharded_state_dict(metadata=_METADATA)
+        for number, chunk in enumerate(trainer.plain_chunks)
+    }
     state: dict[str, Any] = {"model": model}
     if optimizer:
         state["optimizer"] = trainer.optimizer.sharded_state_dict(
@@ -127,7 +131,8 @@ def load(
             f"{folder} does not fit this model: {str(error).splitlines()[0]}",
             f"it was written by --size {written['settings']['size']}",
         ) from error
-    trainer.plain_model.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(trainer.plain_chunks):
+        chunk.load_state_dict(loaded["model"][str(number)])
     if weights_only:
         trainer.optimizer.reload_model_params()
         return Resumed(step=0, samples=0)
