@@ -57,6 +57,7 @@ class Run:
 
     lm_loss: list[float]
     indexer_loss: list[float]
+    mtp_loss: list[float]
     grad_norm: list[float]
     choices: list[Choices]
     gradients: dict[str, Tensor]
@@ -148,16 +149,22 @@ def train(rank: int, device: torch.device, layout: Layout, steps: int = 3) -> Ru
     batches = make_batches(layout, device)
     rows = THD_ROWS if layout.thd else SBHD_ROWS
     recorder = Recorder(trainer.plain_chunks, layers=TINY.layers, experts=TINY.experts)
-    lm_loss, indexer_loss, grad_norm, choices = [], [], [], []
+    lm_loss, indexer_loss, mtp_loss, grad_norm, choices = [], [], [], [], []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
         result = trainer.step(batches, sequence_length=rows)
         lm_loss.append(result.lm_loss)
         indexer_loss.append(result.indexer_loss)
+        mtp_loss.append(result.mtp_loss)
         grad_norm.append(result.grad_norm)
         choices.append(recorder.take())
         if step == 0 and not layout.distributed_optimizer:
             gradients = gather_full(trainer.plain_chunks, lambda parameter: parameter.main_grad.float())
     return Run(
-        lm_loss=lm_loss, indexer_loss=indexer_loss, grad_norm=grad_norm, choices=choices, gradients=gradients
+        lm_loss=lm_loss,
+        mtp_loss=mtp_loss,
+        indexer_loss=indexer_loss,
+        grad_norm=grad_norm,
+        choices=choices,
+        gradients=gradients,
     )
