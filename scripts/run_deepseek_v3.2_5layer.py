@@ -12,6 +12,7 @@ On several ranks of one host, or under torchrun on several hosts:
 
 \b
   run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run2 --ranks 2 --cp 2
+  run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run4 --ranks 2 --pp 2 --vpp 2
   torchrun --nproc-per-node 8 run_deepseek_v3.2_5layer.py train --size full --dtype bf16 --tp 2 --ep 4 ...
 
 At the real widths on one GPU, with as many experts as fit 141 GB:
