@@ -41,6 +41,7 @@ class Layout:
     overlap_grad_reduce: bool = False
     te: bool = False  # Transformer Engine's layers rather than plain torch
     settings: dict[str, Any] = field(default_factory=dict)
+    microbatches: int = MICROBATCHES
 
     @property
     def ranks(self) -> int:
@@ -131,7 +132,7 @@ def make_batches(layout: Layout, device: torch.device) -> list[Batch]:
         "device": device,
     }
     batches = []
-    for _ in range(MICROBATCHES):
+    for _ in range(layout.microbatches):
         if layout.thd:
             documents = [torch.randint(0, 256, (count,), generator=generator) for count in DOCUMENTS]
             batches.append(packed_batch(documents, rows=THD_ROWS, multiple=8, **cut))

@@ -44,7 +44,11 @@ _EVERY_EXPERT: dict[str, Any] = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
 }
-_MTP: dict[str, Any] = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
+#: An interleaved pipeline of two stages has both directions under way from the third microbatch on.
+_MTP: dict[str, Any] = {
+    "microbatches": 4,
+    "settings": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
+}
 _BACKEND: dict[str, Any] = {"dsa_kernel_backend": "dsv32.dsa", "dsa_kernel_strict": True}
 
 REFERENCES = {
@@ -52,8 +56,8 @@ REFERENCES = {
     "thd": Layout(name="one rank thd", thd=True),
     "dense": Layout(name="one rank dense", sparse=False),
     "adam": Layout(name="one rank adam", optimizer="adam"),
-    "mtp": Layout(name="one rank mtp", settings=_MTP),
-    "mtp thd": Layout(name="one rank mtp thd", thd=True, settings=_MTP),
+    "mtp": Layout(name="one rank mtp", **_MTP),
+    "mtp thd": Layout(name="one rank mtp thd", thd=True, **_MTP),
 }
 LAYOUTS = [
     ("sbhd", Layout(name="cp2", parallel=Parallel(cp=2))),
@@ -61,7 +65,6 @@ LAYOUTS = [
     ("sbhd", Layout(name="tp2 cp2", parallel=_TP2_CP2)),
     ("sbhd", Layout(name="ep2", parallel=Parallel(ep=2))),
     ("sbhd", Layout(name="pp2", parallel=Parallel(pp=2))),
-    ("sbhd", Layout(name="pp2 vpp2", parallel=Parallel(pp=2, vpp=2))),
     ("sbhd", Layout(name="cp2 ep2", parallel=Parallel(cp=2, ep=2))),
     ("sbhd", Layout(name="cp2 overlapped reduction", parallel=Parallel(cp=2), overlap_grad_reduce=True)),
     (
@@ -84,11 +87,12 @@ LAYOUTS = [
     ("dense", Layout(name="dense tp2", sparse=False, parallel=Parallel(tp=2))),
     ("dense", Layout(name="dense our backend", sparse=False, settings=_BACKEND)),
     ("adam", Layout(name="tp2 adam", optimizer="adam", parallel=Parallel(tp=2))),
-    ("mtp", Layout(name="mtp cp2", parallel=Parallel(cp=2), settings=_MTP)),
-    ("mtp", Layout(name="mtp tp2", parallel=Parallel(tp=2), settings=_MTP)),
-    ("mtp", Layout(name="mtp pp2", parallel=Parallel(pp=2), settings=_MTP)),
-    ("mtp thd", Layout(name="mtp thd cp2", thd=True, parallel=Parallel(cp=2), settings=_MTP)),
-    ("mtp thd", Layout(name="mtp thd pp2 vpp2", thd=True, parallel=Parallel(pp=2, vpp=2), settings=_MTP)),
+    ("mtp", Layout(name="mtp cp2", parallel=Parallel(cp=2), **_MTP)),
+    ("mtp", Layout(name="mtp tp2", parallel=Parallel(tp=2), **_MTP)),
+    ("mtp", Layout(name="mtp pp2", parallel=Parallel(pp=2), **_MTP)),
+    ("mtp", Layout(name="mtp pp2 vpp2", parallel=Parallel(pp=2, vpp=2), **_MTP)),
+    ("mtp thd", Layout(name="mtp thd cp2", thd=True, parallel=Parallel(cp=2), **_MTP)),
+    ("mtp thd", Layout(name="mtp thd pp2 vpp2", thd=True, parallel=Parallel(pp=2, vpp=2), **_MTP)),
 ]
 
 

@@ -184,7 +184,7 @@ def test_an_interleaved_checkpoint_goes_on_under_other_pipelines_and_exports(
         parallel=Parallel(pp=2, vpp=2),
         steps=2,
         sequence_length=64,
-        global_batch=2,
+        global_batch=4,
         mtp=1,
     )
     run_ranks(2, _train, first)

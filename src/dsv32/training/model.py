@@ -188,6 +188,11 @@ def megatron_config(
         "variable_seq_lengths": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        # Two stages are each other's previous and next, and in one batch Megatron pairs the sends of one with
+        # the receives of the other so that a gradient is taken for an activation, without a word.  Its calls
+        # one by one are ordered for that.
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
         "bf16": bf16,
         "attention_softmax_in_fp32": True,
         "transformer_impl": "local" if local else "transformer_engine",
