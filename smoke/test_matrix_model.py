@@ -90,7 +90,6 @@ LAYOUTS = [
     ("mtp", Layout(name="mtp cp2", parallel=Parallel(cp=2), **_MTP)),
     ("mtp", Layout(name="mtp tp2", parallel=Parallel(tp=2), **_MTP)),
     ("mtp", Layout(name="mtp pp2", parallel=Parallel(pp=2), **_MTP)),
-    ("mtp", Layout(name="mtp pp2 vpp2", parallel=Parallel(pp=2, vpp=2), **_MTP)),
     ("mtp thd", Layout(name="mtp thd cp2", thd=True, parallel=Parallel(cp=2), **_MTP)),
     ("mtp thd", Layout(name="mtp thd pp2 vpp2", thd=True, parallel=Parallel(pp=2, vpp=2), **_MTP)),
 ]
