@@ -161,7 +161,7 @@ def train(  # a command's options are its parameters
 
     A checkpoint of the other stage gives its weights only: train with `--stage warmup` first, then give its
     last `step-…` folder to `--load` with `--stage sparse` and another `--out`.  A checkpoint may be loaded
-    under another layout of ranks than it was written with.
+    under other --cp, --pp, --vpp and data parallelism than it was written with.
     """
     cpu.prepare()
     from dsv32.training import launch

@@ -149,6 +149,7 @@ RESUMED = [
     ("one-rank", 1, {}),
     ("bf16", 1, {"dtype": "bf16"}),
     ("tp2", 2, {"parallel": Parallel(tp=2)}),
+    ("bf16-distributed-optimizer", 2, {"dtype": "bf16", "distributed_optimizer": True}),
     ("cp2-distributed-optimizer", 2, {"parallel": Parallel(cp=2), "distributed_optimizer": True}),
     ("pp2-vpp2-sbhd-mtp", 2, {"parallel": Parallel(pp=2, vpp=2), "layout": "sbhd", "mtp": 1}),
 ]
