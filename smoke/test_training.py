@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import SHARE
 from megatron_fixtures import run_ranks
+from torch.multiprocessing import ProcessRaisedException
 
 from dsv32.torchrun import has_libuv
 from dsv32.training import checkpoint, text
@@ -215,6 +216,20 @@ def test_an_interleaved_checkpoint_goes_on_under_other_pipelines_and_exports(
     assert before.keys() == after.keys()
     for name, value in before.items():
         torch.testing.assert_close(value, after[name], rtol=0, atol=2 * whole.learning_rate, msg=name)
+
+
+def test_a_checkpoint_of_tp2_is_refused_on_one_rank_in_one_clear_error(data: Path, tmp_path: Path) -> None:
+    first = TrainSettings(
+        data=data,
+        out=tmp_path / "tp2",
+        parallel=Parallel(tp=2),
+        steps=1,
+        sequence_length=64,
+        global_batch=1,
+    )
+    run_ranks(2, _train, first)
+    with pytest.raises(ProcessRaisedException, match=r"does not fit this model[^\n]*\n[^\n]*--tp 2"):
+        run_ranks(1, _train, replace(first, parallel=Parallel(), steps=2))
 
 
 def test_warmup_trains_the_indexer_alone_and_hands_over_to_sparse_training(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dsv32.training.errors import TrainingError
 
@@ -126,10 +127,15 @@ def load(
         state["scheduler"] = {}
     try:
         loaded = dist_checkpointing.load(state, str(folder))
-    except (CheckpointingException, KeyError) as error:
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        found = isinstance(error, CheckpointException)  # torch's, which holds those of the ranks
+        reason = next(iter(error.failures.values()))[0] if found else error
+        settings = written["settings"]
+        ranks = " ".join(f"--{name} {degree}" for name, degree in settings["parallel"].items())
         raise TrainingError(
-            f"{folder} does not fit this model: {str(error).splitlines()[0]}",
-            f"it was written by --size {written['settings']['size']}",
+            # Megatron appends the names of all tensors there are.
+            f"{folder} does not fit this model: {str(reason).splitlines()[0][:200]}",
+            f"it was written by --size {settings['size']} {ranks}",
         ) from error
     for number, chunk in enumerate(trainer.plain_chunks):
         chunk.load_state_dict(loaded["model"][str(number)])
