@@ -12,6 +12,7 @@ On several ranks of one host, or under torchrun on several hosts:
 
 \b
   run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run2 --ranks 2 --cp 2
+  run_deepseek_v3.2_5layer.py train --data /tmp/text --out /tmp/run4 --ranks 2 --pp 2 --vpp 2
   torchrun --nproc-per-node 8 run_deepseek_v3.2_5layer.py train --size full --dtype bf16 --tp 2 --ep 4 ...
 
 At the real widths on one GPU, with as many experts as fit 141 GB:
@@ -106,6 +107,13 @@ def train(  # a command's options are its parameters
     cp: Annotated[int, typer.Option(help="Context parallelism (zigzag, keys gathered).")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallelism.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallelism.")] = 1,
+    vpp: Annotated[
+        int,
+        typer.Option(
+            help="Chunks of layers that a pipeline stage holds (interleaved schedule); above 1 it needs --pp "
+            "above 1 and microbatches a multiple of --pp."
+        ),
+    ] = 1,
     learning_rate: Annotated[float, typer.Option(help="Highest, after the warm-up.")] = 3e-3,
     warmup_steps: Annotated[int, typer.Option(help="Steps over which the learning rate rises.")] = 10,
     weight_decay: Annotated[float, typer.Option()] = 0.1,
@@ -153,7 +161,7 @@ def train(  # a command's options are its parameters
 
     A checkpoint of the other stage gives its weights only: train with `--stage warmup` first, then give its
     last `step-…` folder to `--load` with `--stage sparse` and another `--out`.  A checkpoint may be loaded
-    under another layout of ranks than it was written with.
+    under other --cp, --pp, --vpp and data parallelism than it was written with.
     """
     cpu.prepare()
     from dsv32.training import launch
@@ -168,7 +176,7 @@ def train(  # a command's options are its parameters
         experts=experts,
         stage=stage,
         layout=layout,
-        parallel=Parallel(tp=tp, cp=cp, ep=ep, pp=pp),
+        parallel=Parallel(tp=tp, cp=cp, ep=ep, pp=pp, vpp=vpp),
         steps=steps,
         sequence_length=sequence_length,
         global_batch=global_batch,

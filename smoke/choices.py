@@ -16,6 +16,8 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe.router import TopKRouter
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 
@@ -39,13 +41,13 @@ class Choices:
 
 
 class Recorder:
-    """Counts from now on; for one model in this process."""
+    """Counts from now on; for one model, of one or several chunks, in this process."""
 
-    def __init__(self, model: nn.Module, *, layers: int, experts: int) -> None:
-        device = next(model.parameters()).device
+    def __init__(self, chunks: Sequence[nn.Module], *, layers: int, experts: int) -> None:
+        device = next(chunks[0].parameters()).device
         self._experts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
-        for module in model.modules():
+        for module in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(module, TopKRouter):
                 module.register_forward_hook(self._see_router)
         attend = dsa._run_sparse_attention

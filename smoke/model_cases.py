@@ -41,6 +41,7 @@ class Layout:
     overlap_grad_reduce: bool = False
     te: bool = False  # Transformer Engine's layers rather than plain torch
     settings: dict[str, Any] = field(default_factory=dict)
+    microbatches: int = MICROBATCHES
 
     @property
     def ranks(self) -> int:
@@ -57,6 +58,7 @@ class Run:
 
     lm_loss: list[float]
     indexer_loss: list[float]
+    mtp_loss: list[float]
     grad_norm: list[float]
     choices: list[Choices]
     gradients: dict[str, Tensor]
@@ -101,8 +103,8 @@ def make_trainer(layout: Layout, device: torch.device, *, learning_rate: float =
         settings=layout.settings,
     )
     rows = THD_ROWS if layout.thd else SBHD_ROWS
-    model = build_model(config=config, vocabulary=TINY.vocabulary, sequence_length=rows)
-    load_full(model, rounded_weight if layout.rounded_weights else weight)
+    chunks = build_model(config=config, vocabulary=TINY.vocabulary, sequence_length=rows)
+    load_full(chunks, rounded_weight if layout.rounded_weights else weight)
     optimizer = OptimizerConfig(
         optimizer=layout.optimizer,
         adam_eps=1e-3,
@@ -115,7 +117,9 @@ def make_trainer(layout: Layout, device: torch.device, *, learning_rate: float =
         use_distributed_optimizer=layout.distributed_optimizer,
     )
     return Trainer(
-        model=model.to(device), optimizer=optimizer, overlap_grad_reduce=layout.overlap_grad_reduce
+        chunks=[chunk.to(device) for chunk in chunks],
+        optimizer=optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
     )
 
 
@@ -128,7 +132,7 @@ def make_batches(layout: Layout, device: torch.device) -> list[Batch]:
         "device": device,
     }
     batches = []
-    for _ in range(MICROBATCHES):
+    for _ in range(layout.microbatches):
         if layout.thd:
             documents = [torch.randint(0, 256, (count,), generator=generator) for count in DOCUMENTS]
             batches.append(packed_batch(documents, rows=THD_ROWS, multiple=8, **cut))
@@ -145,17 +149,23 @@ def train(rank: int, device: torch.device, layout: Layout, steps: int = 3) -> Ru
     trainer = make_trainer(layout, device)
     batches = make_batches(layout, device)
     rows = THD_ROWS if layout.thd else SBHD_ROWS
-    recorder = Recorder(trainer.plain_model, layers=TINY.layers, experts=TINY.experts)
-    lm_loss, indexer_loss, grad_norm, choices = [], [], [], []
+    recorder = Recorder(trainer.plain_chunks, layers=TINY.layers, experts=TINY.experts)
+    lm_loss, indexer_loss, mtp_loss, grad_norm, choices = [], [], [], [], []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
         result = trainer.step(batches, sequence_length=rows)
         lm_loss.append(result.lm_loss)
         indexer_loss.append(result.indexer_loss)
+        mtp_loss.append(result.mtp_loss)
         grad_norm.append(result.grad_norm)
         choices.append(recorder.take())
         if step == 0 and not layout.distributed_optimizer:
-            gradients = gather_full(trainer.plain_model, lambda parameter: parameter.main_grad.float())
+            gradients = gather_full(trainer.plain_chunks, lambda parameter: parameter.main_grad.float())
     return Run(
-        lm_loss=lm_loss, indexer_loss=indexer_loss, grad_norm=grad_norm, choices=choices, gradients=gradients
+        lm_loss=lm_loss,
+        mtp_loss=mtp_loss,
+        indexer_loss=indexer_loss,
+        grad_norm=grad_norm,
+        choices=choices,
+        gradients=gradients,
     )

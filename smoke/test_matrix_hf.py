@@ -109,7 +109,7 @@ def _megatron(rank: int, device: torch.device, setting: Setting) -> Outcome:
         selections[length] = [
             _gather(_as_mask(indices, length).to(device), order) & causal for indices in seen
         ]
-    checkpoint = gather_full(model, lambda parameter: parameter) | gather_expert_biases(model)
+    checkpoint = gather_full([model], lambda parameter: parameter) | gather_expert_biases([model])
     return Outcome(logits=logits, selections=selections, checkpoint=checkpoint)
 
 

@@ -44,6 +44,11 @@ _EVERY_EXPERT: dict[str, Any] = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
 }
+#: An interleaved pipeline of two stages has both directions under way from the third microbatch on.
+_MTP: dict[str, Any] = {
+    "microbatches": 4,
+    "settings": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
+}
 _BACKEND: dict[str, Any] = {"dsa_kernel_backend": "dsv32.dsa", "dsa_kernel_strict": True}
 
 REFERENCES = {
@@ -51,6 +56,8 @@ REFERENCES = {
     "thd": Layout(name="one rank thd", thd=True),
     "dense": Layout(name="one rank dense", sparse=False),
     "adam": Layout(name="one rank adam", optimizer="adam"),
+    "mtp": Layout(name="one rank mtp", **_MTP),
+    "mtp thd": Layout(name="one rank mtp thd", thd=True, **_MTP),
 }
 LAYOUTS = [
     ("sbhd", Layout(name="cp2", parallel=Parallel(cp=2))),
@@ -80,6 +87,11 @@ LAYOUTS = [
     ("dense", Layout(name="dense tp2", sparse=False, parallel=Parallel(tp=2))),
     ("dense", Layout(name="dense our backend", sparse=False, settings=_BACKEND)),
     ("adam", Layout(name="tp2 adam", optimizer="adam", parallel=Parallel(tp=2))),
+    ("mtp", Layout(name="mtp cp2", parallel=Parallel(cp=2), **_MTP)),
+    ("mtp", Layout(name="mtp tp2", parallel=Parallel(tp=2), **_MTP)),
+    ("mtp", Layout(name="mtp pp2", parallel=Parallel(pp=2), **_MTP)),
+    ("mtp thd", Layout(name="mtp thd cp2", thd=True, parallel=Parallel(cp=2), **_MTP)),
+    ("mtp thd", Layout(name="mtp thd pp2 vpp2", thd=True, parallel=Parallel(pp=2, vpp=2), **_MTP)),
 ]
 
 
@@ -107,12 +119,16 @@ def test_layout_equals_one_rank(
     if reference not in references:
         references[reference] = run(REFERENCES[reference])
     one, got = references[reference], run(layout)
+    predicts = "mtp_num_layers" in layout.settings
+    assert all(bool(loss) == predicts for loss in (*one.mtp_loss, *got.mtp_loss))
     for step in range(3):
         flips = got.choices[step].flips(one.choices[step])
         error = abs(got.lm_loss[step] / one.lm_loss[step] - 1)
         indexer_error = abs(got.indexer_loss[step] / one.indexer_loss[step] - 1)
+        mtp_error = abs(got.mtp_loss[step] / one.mtp_loss[step] - 1) if predicts else 0.0
         record_property(f"lm loss step {step}", error)
         record_property(f"indexer loss step {step}", indexer_error)
+        record_property(f"mtp loss step {step}", mtp_error)
         if flips and step:
             # From here on the two are different models; what remains to be shown is that it was a flip.
             record_property(f"flips step {step}", flips)
@@ -120,6 +136,7 @@ def test_layout_equals_one_rank(
             break
         assert error <= LOSS, f"step {step}, {flips} flips: {got.lm_loss} for {one.lm_loss}"
         assert indexer_error <= GRADIENT, f"step {step}: {got.indexer_loss} for {one.indexer_loss}"
+        assert mtp_error <= LOSS, f"step {step}: {got.mtp_loss} for {one.mtp_loss}"
     record_property("grad norm", abs(got.grad_norm[0] / one.grad_norm[0] - 1))
     assert abs(got.grad_norm[0] / one.grad_norm[0] - 1) <= GRADIENT
     if layout.distributed_optimizer:

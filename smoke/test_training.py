@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import SHARE
 from megatron_fixtures import run_ranks
+from torch.multiprocessing import ProcessRaisedException
 
 from dsv32.torchrun import has_libuv
 from dsv32.training import checkpoint, text
@@ -147,9 +148,11 @@ def test_exported_model_has_the_same_loss_in_transformers(
 
 RESUMED = [
     ("one-rank", 1, {}),
+    ("bf16", 1, {"dtype": "bf16"}),
     ("tp2", 2, {"parallel": Parallel(tp=2)}),
+    ("bf16-distributed-optimizer", 2, {"dtype": "bf16", "distributed_optimizer": True}),
     ("cp2-distributed-optimizer", 2, {"parallel": Parallel(cp=2), "distributed_optimizer": True}),
-    ("pp2-sbhd-mtp", 2, {"parallel": Parallel(pp=2), "layout": "sbhd", "mtp": 1}),
+    ("pp2-vpp2-sbhd-mtp", 2, {"parallel": Parallel(pp=2, vpp=2), "layout": "sbhd", "mtp": 1}),
 ]
 
 
@@ -173,6 +176,60 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     for line in read_metrics(whole.out):
         # Before it has learned anything a model is hardly better than one that knows nothing.
         assert (0.5 < line.mtp_loss / math.log(320) < 1.5) if whole.mtp else line.mtp_loss == 0
+
+
+def test_an_interleaved_checkpoint_goes_on_under_other_pipelines_and_exports(
+    data: Path, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    whole = TrainSettings(
+        data=data,
+        out=tmp_path / "interleaved",
+        parallel=Parallel(pp=2, vpp=2),
+        steps=4,
+        save_every=2,
+        sequence_length=64,
+        global_batch=4,
+        mtp=1,
+    )
+    run_ranks(2, _train, whole)
+    saved = checkpoint.folder_of(whole.out, 2)
+    lines = [read_metrics(whole.out)[2:]]
+    for name, parallel in (("pp2", Parallel(pp=2)), ("one", Parallel())):
+        more = replace(whole, out=tmp_path / name, parallel=parallel)
+        shutil.copytree(saved, checkpoint.folder_of(more.out, 2))
+        run_ranks(parallel.pp, _train, more)
+        lines.append(read_metrics(more.out))
+    for other in lines[1:]:
+        for got, wanted in zip(other, lines[0], strict=True):
+            for figure in ("lm_loss", "indexer_loss", "mtp_loss", "grad_norm"):
+                error = abs(getattr(got, figure) / getattr(wanted, figure) - 1)
+                record_property(f"{figure} step {got.step}", error)
+                # As between layouts in test_matrix_model.py: the order of sums, in fp32.  The indexer's loss
+                # is still 6e-5, a mean of differences of logarithms near 4, which are rounded to 2e-7.
+                near = pytest.approx(getattr(wanted, figure), rel=6e-6, abs=1e-8)
+                assert getattr(got, figure) == near, f"{figure}, step {got.step}"
+
+    # Each of two further steps of Adam moves a weight by about the rate; another layer's weight is far off.
+    run_ranks(1, _export, saved, tmp_path / "before", data)
+    run_ranks(1, _export, checkpoint.folder_of(tmp_path / "one", 4), tmp_path / "after", data)
+    before, after = _tensors(tmp_path / "before"), _tensors(tmp_path / "after")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(value, after[name], rtol=0, atol=2 * whole.learning_rate, msg=name)
+
+
+def test_a_checkpoint_of_tp2_is_refused_on_one_rank_in_one_clear_error(data: Path, tmp_path: Path) -> None:
+    first = TrainSettings(
+        data=data,
+        out=tmp_path / "tp2",
+        parallel=Parallel(tp=2),
+        steps=1,
+        sequence_length=64,
+        global_batch=1,
+    )
+    run_ranks(2, _train, first)
+    with pytest.raises(ProcessRaisedException, match=r"does not fit this model[^\n]*\n[^\n]*--tp 2"):
+        run_ranks(1, _train, replace(first, parallel=Parallel(), steps=2))
 
 
 def test_warmup_trains_the_indexer_alone_and_hands_over_to_sparse_training(
@@ -240,6 +297,14 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"parallel": Parallel(ep=3)}, 3, "8 experts do not divide by ep 3"),
     ({"parallel": Parallel(tp=8)}, 8, "4 attention heads do not divide by tp 8"),
     ({"parallel": Parallel(pp=7)}, 7, "5 layers cannot be spread over pp 7"),
+    ({"parallel": Parallel(pp=2, vpp=3)}, 2, "5 layers cannot be spread over pp 2 x vpp 3 = 6 chunks"),
+    ({"parallel": Parallel(vpp=2)}, 1, "vpp 2 without pp"),
+    ({"parallel": Parallel(pp=2, vpp=0)}, 2, "every degree must be at least 1"),
+    (
+        {"parallel": Parallel(pp=2, vpp=2), "global_batch": 3},
+        2,
+        "--vpp 2: a step's 3 microbatches a rank are not a multiple of --pp 2",
+    ),
     ({"parallel": Parallel(cp=2), "sequence_length": 66}, 2, "not a multiple of 2 x cp x tp = 4"),
     ({"global_batch": 3}, 2, "not a multiple of 2 data-parallel ranks"),
     ({"micro_batch": 2}, 1, "--micro-batch 2 with --layout thd"),

@@ -50,7 +50,7 @@ def _build(
         settings={"perform_initialization": False, "use_cpu_initialization": False},
     )
     with _OnMeta():
-        model = build_model(config=config, vocabulary=FULL.vocabulary, sequence_length=8192)
+        (model,) = build_model(config=config, vocabulary=FULL.vocabulary, sequence_length=8192)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return shapes, [name for name, parameter in model.named_parameters() if not parameter.is_meta]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from megatron.core.models.gpt import GPTModel
     from torch import Tensor, nn
@@ -58,7 +58,7 @@ class Piece:
 
 
 def pieces(model: GPTModel) -> Iterator[Piece]:
-    """Every parameter of this rank's part of the model (unwrapped: no data parallelism around it)."""
+    """Every parameter of one chunk of the model (unwrapped: no data parallelism around it)."""
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
     first_expert = experts * parallel_state.get_expert_model_parallel_rank()
@@ -80,46 +80,55 @@ def pieces(model: GPTModel) -> Iterator[Piece]:
         )
 
 
-def load_full(model: GPTModel, make: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+def load_full(chunks: Sequence[GPTModel], make: Callable[[str, tuple[int, ...]], Tensor]) -> None:
     """Set every parameter from ``make(global name, full shape)``, which must answer alike on every rank."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
-        for piece in pieces(model):
+        for piece in _all_pieces(chunks):
             full = make(piece.name, piece.full_shape(size=size))
             piece.parameter.copy_(piece.cut(full, size=size, rank=rank))
 
 
-def gather_full(model: GPTModel, read: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+def gather_full(chunks: Sequence[GPTModel], read: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
     """``read(parameter)`` of every parameter, joined over tensor, expert and pipeline parallelism, on CPU.
 
     Collective over the world; every rank gets everything, so this is for models that fit one host's memory.
 
     Args:
-        model: the unwrapped model.
+        chunks: the unwrapped chunks of this rank's pipeline stage.
         read: gives a tensor of the parameter's shape, for instance its value or its gradient.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     mine = {}
-    for piece in pieces(model):
+    for piece in _all_pieces(chunks):
         local = read(piece.parameter).detach().contiguous()
         parts = [local]
         if piece.dim is not None:
             parts = [torch.empty_like(local) for _ in range(group.size())]
             dist.all_gather(parts, local, group=group)
         mine[piece.name] = piece.join(parts).cpu()
-    everyone: list[dict[str, Tensor] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: value for part in everyone if part is not None for name, value in part.items()}
+    return _from_everyone(mine)
 
 
-def gather_expert_biases(model: GPTModel) -> dict[str, Tensor]:
+def gather_expert_biases(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     """The routers' balancing biases by global name, on CPU; alike on every rank of a stage.  Collective."""
-    mine = {
-        f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias": layer.mlp.router.expert_bias.cpu()
-        for layer in model.decoder.layers
-        if getattr(getattr(layer.mlp, "router", None), "expert_bias", None) is not None
-    }
+    return _from_everyone(
+        {
+            f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias": bias.cpu()
+            for chunk in chunks
+            for layer in chunk.decoder.layers
+            if (bias := getattr(getattr(layer.mlp, "router", None), "expert_bias", None)) is not None
+        }
+    )
+
+
+def _all_pieces(chunks: Sequence[GPTModel]) -> Iterator[Piece]:
+    return (piece for chunk in chunks for piece in pieces(chunk))
+
+
+def _from_everyone(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks' tensors by name; of those of one name, the last rank's."""
     everyone: list[dict[str, Tensor] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {name: value for part in everyone if part is not None for name, value in part.items()}

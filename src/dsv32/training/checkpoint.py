@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dsv32.training.errors import TrainingError
 
@@ -68,7 +69,11 @@ _METADATA = {
 
 
 def _state(trainer: Trainer, *, optimizer: bool, loading: bool) -> dict[str, Any]:
-    model = trainer.plain_model.sharded_state_dict(metadata=_METADATA)
+    # By number: what is stored is named by layer, so another layout finds it whatever its chunks are.
+    model = {
+        str(number): chunk.sharded_state_dict(metadata=_METADATA)
+        for number, chunk in enumerate(trainer.plain_chunks)
+    }
     state: dict[str, Any] = {"model": model}
     if optimizer:
         state["optimizer"] = trainer.optimizer.sharded_state_dict(
@@ -122,12 +127,18 @@ def load(
         state["scheduler"] = {}
     try:
         loaded = dist_checkpointing.load(state, str(folder))
-    except (CheckpointingException, KeyError) as error:
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        found = isinstance(error, CheckpointException)  # torch's, which holds those of the ranks
+        reason = next(iter(error.failures.values()))[0] if found else error
+        settings = written["settings"]
+        ranks = " ".join(f"--{name} {degree}" for name, degree in settings["parallel"].items())
         raise TrainingError(
-            f"{folder} does not fit this model: {str(error).splitlines()[0]}",
-            f"it was written by --size {written['settings']['size']}",
+            # Megatron appends the names of all tensors there are.
+            f"{folder} does not fit this model: {str(reason).splitlines()[0][:200]}",
+            f"it was written by --size {settings['size']} {ranks}",
         ) from error
-    trainer.plain_model.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(trainer.plain_chunks):
+        chunk.load_state_dict(loaded["model"][str(number)])
     if weights_only:
         trainer.optimizer.reload_model_params()
         return Resumed(step=0, samples=0)

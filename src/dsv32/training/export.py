@@ -61,8 +61,8 @@ def export(device: torch.device, folder: Path, out: Path, data: Path, dtype: str
     torch.manual_seed(settings.seed)
     trainer = make_trainer(settings, corpus, device)
     checkpoint.load(folder, trainer=trainer, scheduler=None, weights_only=True)
-    model = trainer.plain_model
-    full = gather_full(model, lambda parameter: parameter) | gather_expert_biases(model)
+    chunks = trainer.plain_chunks
+    full = gather_full(chunks, lambda parameter: parameter) | gather_expert_biases(chunks)
 
     rows = vocabulary(settings, corpus)
     positions = int(settings.model_size.yarn_factor * settings.model_size.yarn_original_length)

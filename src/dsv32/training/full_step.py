@@ -117,9 +117,9 @@ def make(case: Case, device: torch.device, *, seed: int = 1234, learning_rate: f
         },
     )
     rows = padded_length(case.vocabulary, multiple=128)
-    model = build_model(config=config, vocabulary=rows, sequence_length=case.tokens).to(device)
+    (model,) = build_model(config=config, vocabulary=rows, sequence_length=case.tokens)
     return Trainer(
-        model=model,
+        chunks=[model.to(device)],
         optimizer=OptimizerConfig(
             optimizer=case.optimizer,
             lr=learning_rate,

@@ -25,6 +25,8 @@ from dsv32.training.settings import DTYPES, TrainSettings
 from dsv32.training.step import StepResult, Trainer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron.core.models.gpt import GPTModel
 
     from dsv32.training.batch import Batch
@@ -38,12 +40,13 @@ _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 _ROUTING_STAYS = {"moe_router_bias_update_rate": 0.0}
 
 
-def freeze_all_but_indexer(model: GPTModel) -> int:
+def freeze_all_but_indexer(chunks: Sequence[GPTModel]) -> int:
     """Leave gradients to the indexers alone (the dense warm-up); returns how many parameters they have."""
     trained = 0
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".indexer." in name)
-        trained += parameter.numel() if parameter.requires_grad else 0
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(".indexer." in name)
+            trained += parameter.numel() if parameter.requires_grad else 0
     return trained
 
 
@@ -67,15 +70,17 @@ def make_trainer(settings: TrainSettings, corpus: text.Corpus, device: torch.dev
             **(_ROUTING_STAYS if settings.stage == "warmup" else {}),
         },
     )
-    model = build_model(
+    chunks = build_model(
         config=config,
         vocabulary=vocabulary(settings, corpus),
         sequence_length=settings.sequence_length,
-    ).to(device)
+    )
+    for chunk in chunks:
+        chunk.to(device)
     if settings.stage == "warmup":
-        freeze_all_but_indexer(model)
+        freeze_all_but_indexer(chunks)
     return Trainer(
-        model=model,
+        chunks=chunks,
         optimizer=OptimizerConfig(
             optimizer=settings.optimizer,
             lr=settings.learning_rate,

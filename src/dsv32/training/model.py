@@ -27,6 +27,7 @@ class Parallel:
     cp: int = 1
     ep: int = 1
     pp: int = 1
+    vpp: int = 1  # chunks of layers that a pipeline stage holds; above 1 the schedule is interleaved
 
     def check(self, *, size: Size, world_size: int, sequence_length: int) -> None:
         """Raise before any work where the layout cannot hold the model.
@@ -37,7 +38,10 @@ class Parallel:
         model_ranks = self.tp * self.cp * self.pp
         experts_over = world_size // self.pp  # experts are not cut by tp, so their ranks are all of a stage
         demands = [
-            (min(self.tp, self.cp, self.ep, self.pp) >= 1, f"every degree must be at least 1, got {self}"),
+            (
+                min(self.tp, self.cp, self.ep, self.pp, self.vpp) >= 1,
+                f"every degree must be at least 1, got {self}",
+            ),
             (
                 world_size % model_ranks == 0,
                 f"tp {self.tp} x cp {self.cp} x pp {self.pp} = {model_ranks} ranks do not divide "
@@ -50,8 +54,13 @@ class Parallel:
             (size.experts % self.ep == 0, f"{size.experts} experts do not divide by ep {self.ep}"),
             (size.heads % self.tp == 0, f"{size.heads} attention heads do not divide by tp {self.tp}"),
             (
-                size.layers % self.pp == 0 or self.pp < size.layers,
-                f"{size.layers} layers cannot be spread over pp {self.pp}",
+                self.vpp == 1 or self.pp > 1,
+                f"vpp {self.vpp} without pp: only the stages of a pipeline are cut into chunks",
+            ),
+            (
+                self.pp * self.vpp <= size.layers,
+                f"{size.layers} layers cannot be spread over pp {self.pp}"
+                + (f" x vpp {self.vpp} = {self.pp * self.vpp} chunks" if self.vpp > 1 else ""),
             ),
             (
                 sequence_length % (2 * self.cp * self.tp) == 0,
@@ -68,10 +77,29 @@ class Parallel:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
             context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=1,
         )
+
+    def layer_layout(self, *, layers: int, mtp_layers: int) -> list[list[str]] | None:
+        """What each chunk of the pipeline holds, in the order of layers; None without a pipeline.
+
+        The first chunks take a layer more where the layers do not divide.  Chunk c belongs to stage
+        c modulo ``pp``.  Megatron wants all layers of multi-token prediction in one chunk, after the decoder.
+
+        Args:
+            layers: of the decoder, at least ``pp * vpp``.
+            mtp_layers: of multi-token prediction.
+        """
+        if self.pp == 1:
+            return None
+        chunks = self.pp * self.vpp
+        held = [["decoder"] * (layers // chunks + (chunk < layers % chunks)) for chunk in range(chunks)]
+        held[0].insert(0, "embedding")
+        held[-1] += ["mtp"] * mtp_layers + ["loss"]
+        return held
 
 
 def megatron_config(
@@ -98,7 +126,7 @@ def megatron_config(
         settings: further fields of Megatron's configuration, which win.
     """
     bf16 = dtype == torch.bfloat16
-    first_layers = size.layers - (size.layers // parallel.pp) * (parallel.pp - 1)
+    mtp_layers = (settings or {}).get("mtp_num_layers") or 0
     fields: dict[str, Any] = {
         "num_layers": size.layers,
         "hidden_size": size.hidden,
@@ -149,16 +177,22 @@ def megatron_config(
         "moe_grouped_gemm": not local,
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.tp > 1,
         "cp_comm_type": "allgather",
-        "num_layers_in_first_pipeline_stage": first_layers if size.layers % parallel.pp else None,
+        "pipeline_model_parallel_layout": parallel.layer_layout(layers=size.layers, mtp_layers=mtp_layers),
         "calculate_per_token_loss": True,
         "variable_seq_lengths": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        # Two stages are each other's previous and next, and in one batch Megatron pairs the sends of one with
+        # the receives of the other so that a gradient is taken for an activation, without a word.  Its calls
+        # one by one are ordered for that.
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
         "bf16": bf16,
         "attention_softmax_in_fp32": True,
         "transformer_impl": "local" if local else "transformer_engine",
@@ -175,16 +209,28 @@ def megatron_config(
     return MLATransformerConfig(**(fields | dict(settings or {})))
 
 
-def build_model(*, config: MLATransformerConfig, vocabulary: int, sequence_length: int) -> GPTModel:
-    """The part of the model that this pipeline stage holds, with untied embedding and output layer."""
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(config=config),
-        vocab_size=vocabulary,
-        max_sequence_length=sequence_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        mtp_block_spec=mtp_spec(config=config),
-    )
+def build_model(*, config: MLATransformerConfig, vocabulary: int, sequence_length: int) -> list[GPTModel]:
+    """The part of the model that this pipeline stage holds, with untied embedding and output layer.
+
+    Returns:
+        The stage's chunks in the order of their layers; one, unless the pipeline is interleaved.
+    """
+    count = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in [None] if count is None else range(count):
+        end: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=block_spec(config=config, vp_stage=vp_stage),
+                vocab_size=vocabulary,
+                max_sequence_length=sequence_length,
+                pre_process=parallel_state.is_pipeline_first_stage(**end),
+                post_process=parallel_state.is_pipeline_last_stage(**end),
+                share_embeddings_and_output_weights=False,
+                position_embedding_type="rope",
+                mtp_block_spec=mtp_spec(config=config, vp_stage=vp_stage),
+                vp_stage=vp_stage,
+            )
+        )
+    return chunks

@@ -158,13 +158,23 @@ class TrainSettings:
                 size=self.model_size, world_size=world_size, sequence_length=self.sequence_length
             )
         except ValueError as error:
-            raise TrainingError(str(error), "change --tp, --cp, --ep, --pp or the number of ranks") from None
+            raise TrainingError(
+                str(error), "change --tp, --cp, --ep, --pp, --vpp or the number of ranks"
+            ) from None
         data_ranks = world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
         if self.global_batch % (data_ranks * self.micro_batch):
             raise TrainingError(
                 f"--global-batch {self.global_batch} is not a multiple of {data_ranks} data-parallel ranks "
                 f"x --micro-batch {self.micro_batch}",
                 f"use a multiple of {data_ranks * self.micro_batch}",
+            )
+        microbatches = self.global_batch // (data_ranks * self.micro_batch)
+        if self.parallel.vpp > 1 and microbatches % self.parallel.pp:
+            raise TrainingError(
+                f"--vpp {self.parallel.vpp}: a step's {microbatches} microbatches a rank are not a multiple "
+                f"of --pp {self.parallel.pp}",
+                "use a --global-batch that is a multiple of "
+                f"{data_ranks * self.micro_batch * self.parallel.pp}",
             )
         if self.layout == "thd" and self.micro_batch != 1:
             raise TrainingError(

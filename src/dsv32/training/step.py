@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -75,39 +75,53 @@ def forward_step(
 
 
 class Trainer:
-    """A model under Megatron's data parallelism with its optimizer."""
+    """A model under Megatron's data parallelism with its optimizer.
+
+    ``chunks`` are this pipeline stage's parts of the model, each wrapped for data parallelism and, in bf16,
+    for its precision; ``plain_chunks`` are the same without a wrapper.
+    """
 
     def __init__(
         self,
         *,
-        model: GPTModel,
+        chunks: Sequence[GPTModel],
         optimizer: OptimizerConfig,
         overlap_grad_reduce: bool = False,
     ) -> None:
-        config = model.config
+        config = chunks[0].config
         self.config = config
-        wrapped: Any = Float16Module(config, model) if config.bf16 else model
-        self.model = DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=overlap_grad_reduce,
-                use_distributed_optimizer=optimizer.use_distributed_optimizer,
-            ),
-            module=wrapped,
-        )
-        self.model.broadcast_params()
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(optimizer, [self.model])
+        self.plain_chunks = list(chunks)
+        self.chunks = [
+            DistributedDataParallel(
+                config=config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    overlap_grad_reduce=overlap_grad_reduce,
+                    use_distributed_optimizer=optimizer.use_distributed_optimizer,
+                ),
+                module=Float16Module(config, chunk) if config.bf16 else chunk,
+            )
+            for chunk in chunks
+        ]
+        for chunk in self.chunks:
+            chunk.broadcast_params()
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(optimizer, self.chunks)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 
     @property
     def plain_model(self) -> GPTModel:
-        """The model without data parallelism and precision wrappers."""
-        module: Any = self.model
-        while hasattr(module, "module"):
-            module = module.module
-        return module
+        """The one chunk of a stage that is not interleaved.
+
+        Raises:
+            ValueError: the stage holds several.
+        """
+        (chunk,) = self.plain_chunks
+        return chunk
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.chunks[0].parameters()).device
 
     def accumulate(self, batches: Sequence[Batch], *, sequence_length: int) -> list[dict[str, Tensor]]:
         """Forward and backward of one global batch, gradients summed over ranks; no update.
@@ -116,15 +130,17 @@ class Trainer:
             batches: this rank's microbatches, all of one shape.
             sequence_length: rows of a microbatch before context parallelism cuts it.
         """
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
         MTPLossLoggingHelper.tracker.clear()
         schedule = get_forward_backward_func()
         return schedule(  # type: ignore[no-any-return]
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[self.model],
+            # Each chunk sees every microbatch, at its own time.
+            data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
+            model=self.chunks,
             num_microbatches=len(batches),
             seq_length=sequence_length,
             micro_batch_size=batches[0].tokens.shape[0],
@@ -149,8 +165,7 @@ class Trainer:
 
     def _sum_over_ranks(self, reported: list[dict[str, Tensor]]) -> Tensor:
         """[sum of losses, tokens] over microbatches and ranks; every pipeline stage gets it."""
-        device = next(self.model.parameters()).device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
         for report in reported:  # empty on all stages but the last
             total += report["lm loss"].double()
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -162,9 +177,8 @@ class Trainer:
         depths = self.config.mtp_num_layers or 0
         if not depths:
             return 0.0
-        device = next(self.model.parameters()).device
         # Stages but the last have seen none.
-        found = MTPLossLoggingHelper.tracker.get("loss_values", torch.zeros(depths, device=device))
+        found = MTPLossLoggingHelper.tracker.get("loss_values", torch.zeros(depths, device=self._device))
         total = found.double().sum()
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
