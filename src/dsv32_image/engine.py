@@ -16,6 +16,7 @@ from dsv32_image import proc
 from dsv32_image.diagnose import diagnose
 from dsv32_image.errors import BuildError, EngineError
 from dsv32_image.oci import write_docker_archive, write_loading_layout
+from dsv32_image.scratch_tags import LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,8 +64,11 @@ class Engine(Protocol):
     def own_tags(self) -> list[str]:
         """The tags of this project's images."""
 
-    def remove(self, tag: str) -> None:
-        """Forget a tag; unknown tags are no error."""
+    def unnamed(self) -> dict[str, str]:
+        """Images without a tag that began with one of our builds, each with the label that says whose."""
+
+    def remove(self, image: str) -> None:
+        """Forget a tag, or an image without one and its containers; unknown ones are no error."""
 
     def run(self, request: RunRequest) -> int:
         """Run a command with this process's own output streams; its exit code."""
@@ -129,8 +133,11 @@ class _CliEngine:
     def own_tags(self) -> list[str]:
         return _own_tags(self.program)
 
-    def remove(self, tag: str) -> None:
-        subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
+    def unnamed(self) -> dict[str, str]:
+        return {}  # BuildKit keeps them in its own cache
+
+    def remove(self, image: str) -> None:
+        subprocess.run([self.program, "rmi", "--force", image], capture_output=True, check=False)
 
     def run(self, request: RunRequest) -> int:
         name = _container_name("run")
@@ -184,6 +191,9 @@ class PodmanEngine(_CliEngine):
     name = "podman"
     # Without layers of single instructions: a failed build would leave them in the engine, without a name.
     build_options = ("--pull=never", "--layers=false", "--format", "oci")
+
+    def unnamed(self) -> dict[str, str]:
+        return _unnamed(self.program, ["image", "inspect", "--format"], "{{index .Labels %s}}")
 
     def _offline_build(self) -> list[str]:
         if os.environ.get("BUILDAH_ISOLATION") != "chroot":
@@ -265,8 +275,13 @@ class BuildahEngine:
     def own_tags(self) -> list[str]:
         return _own_tags(self.program, "{{.Name}}")
 
-    def remove(self, tag: str) -> None:
-        subprocess.run([self.program, "rmi", "--force", tag], capture_output=True, check=False)
+    def unnamed(self) -> dict[str, str]:
+        return _unnamed(
+            self.program, ["inspect", "--type", "image", "--format"], "{{index .OCIv1.Config.Labels %s}}"
+        )
+
+    def remove(self, image: str) -> None:
+        subprocess.run([self.program, "rmi", "--force", image], capture_output=True, check=False)
 
     def run(self, request: RunRequest) -> int:
         if request.gpus:
@@ -331,6 +346,20 @@ def _own_tags(program: str, name: str = "{{.Repository}}") -> list[str]:
     command = [program, "images", "--format", name + ":{{.Tag}}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return [line for line in done.stdout.splitlines() if line.startswith("localhost/dsv32")]
+
+
+def _unnamed(program: str, inspect: Sequence[str], form: str) -> dict[str, str]:
+    """Images without a name that carry the label of a build, and its value."""
+    ask = [program, "images", "--all", "--quiet", "--no-trunc"]
+    ask += ["--filter", "dangling=true", "--filter", f"label={LABEL}"]
+    done = subprocess.run(ask, capture_output=True, text=True, check=False)
+    found = {}
+    for image in done.stdout.split():
+        words = [program, *inspect, form % json.dumps(LABEL), image.removeprefix("sha256:")]
+        found[image.removeprefix("sha256:")] = subprocess.run(
+            words, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    return found
 
 
 def _layers_of(program: str, tags: Sequence[str]) -> set[str]:

@@ -14,7 +14,7 @@ from dsv32_image.errors import BuildError, ImageLayoutError
 from dsv32_image.files import temporary_folder, write_atomic
 from dsv32_image.layers import dockerfile_name, plan_layers
 from dsv32_image.oci import OpenLayer
-from dsv32_image.scratch_tags import scratch_tag
+from dsv32_image.scratch_tags import scratch_labels, scratch_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +105,11 @@ def engine_layers(
     with temporary_folder(work / "engine") as folder:
         with ui.step("build", f"loading {len(below)} finished layers into {engine.name}"):
             scratch.tags.append(parent)
-            engine.load(oci.loadable(below, oci.ImageConfig(created=config.epoch)), parent, folder)
+            engine.load(
+                oci.loadable(below, oci.ImageConfig(created=config.epoch, labels=scratch_labels())),
+                parent,
+                folder,
+            )
             for layer in below:
                 if layer.tar is not None:
                     scratch.background.start(_free, layer, layer.tar)

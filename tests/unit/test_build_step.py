@@ -32,6 +32,9 @@ class NotingEngine:
         self.held = ""
         self.tags = []
 
+    def unnamed(self):
+        return {}
+
     def own_tags(self):
         return list(self.tags)
 

@@ -174,6 +174,20 @@ def test_the_container_of_a_killed_step_is_removed_from_the_daemon(programs, tmp
     assert said(2)[1] == f"rm --force {name}"
 
 
+@pytest.mark.parametrize("name", ["podman", "buildah"])
+def test_images_without_a_name_are_told_by_the_label_that_they_inherit(programs, tmp_path, name):
+    script = (
+        f'echo "$@" >> {tmp_path}/words; case "$1" in images) echo sha256:0a1b ;; '
+        "image | inspect) echo 5bce98f7-77 ;; version | --version) echo 4.3.1 ;; esac"
+    )
+    programs(name, script)
+    programs("skopeo", "true")
+    assert choose(name).unnamed() == {"0a1b": "5bce98f7-77"}
+    words = (tmp_path / "words").read_text()
+    assert "--filter dangling=true --filter label=dsv32.build" in words
+    assert words.splitlines()[-1].endswith('"dsv32.build"}} 0a1b')
+
+
 @pytest.mark.parametrize("isolation", ["", "chroot"])
 def test_podman_builds_without_network_whatever_the_isolation(programs, tmp_path, monkeypatch, isolation):
     """`podman build` refuses to turn the network off with chroot isolation, which shares the caller's."""

@@ -6,18 +6,24 @@ import subprocess
 import pytest
 
 from dsv32_image import scratch_tags
-from dsv32_image.scratch_tags import is_stale, remove_all, remove_stale, scratch_tag
+from dsv32_image.scratch_tags import is_stale, remove_all, remove_stale, scratch_labels, scratch_tag
 
 
 class ListingEngine:
-    def __init__(self, *tags):
-        self.tags = list(tags)
+    def __init__(self, *tags, unnamed=()):
+        self.tags, self.images = list(tags), dict(unnamed)
+
+    def unnamed(self):
+        return dict(self.images)
 
     def own_tags(self):
         return list(self.tags)
 
-    def remove(self, tag):
-        self.tags.remove(tag)
+    def remove(self, image):
+        if image in self.images:
+            del self.images[image]
+        else:
+            self.tags.remove(image)
 
 
 @pytest.fixture
@@ -46,6 +52,16 @@ def test_a_killed_builds_tags_are_removed_and_no_others(gone, monkeypatch):
     engine = ListingEngine(*left, *kept)
     remove_stale(engine)
     assert engine.tags == kept
+
+
+def test_stages_without_a_name_go_with_the_build_that_began_them(gone, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", os.getppid)
+        (mine,) = scratch_labels().values()
+    old = gone("part", "a" * 64).split("-", 2)[2]
+    engine = ListingEngine(unnamed={"a1": old, "b2": mine, "c3": "", "d4": f"ffffffff-{os.getpid()}"})
+    remove_stale(engine)
+    assert list(engine.images) == ["b2", "c3", "d4"]
 
 
 def test_a_tag_of_this_processs_number_is_an_earlier_ones(gone):
