@@ -293,7 +293,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
-    ({"parallel": Parallel(tp=2)}, 1, "2 ranks do not divide 1"),
+    ({"parallel": Parallel(tp=2)}, 1, "need a multiple of 2 ranks, and 1 is there"),
     ({"parallel": Parallel(ep=3)}, 3, "8 experts do not divide by ep 3"),
     ({"parallel": Parallel(tp=8)}, 8, "4 attention heads do not divide by tp 8"),
     ({"parallel": Parallel(pp=7)}, 7, "5 layers cannot be spread over pp 7"),

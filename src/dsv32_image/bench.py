@@ -98,6 +98,7 @@ def _goal(name: str, value: float) -> str:
 
 
 def _timed(action: Callable[[], object], ui: Ui, name: str) -> float:
+    ui.say(f"  bench  {name} …")
     start = time.perf_counter()
     action()
     took = time.perf_counter() - start

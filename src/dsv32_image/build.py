@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dsv32_image import oci
 from dsv32_image.background import Background
 from dsv32_image.context import make_context
-from dsv32_image.errors import ImageLayoutError
+from dsv32_image.errors import ImageLayoutError, UsageError
 from dsv32_image.files import (
     link_or_copy,
     only_one,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from dsv32_image.config import Config
+    from dsv32_image.config import Config, VariantConfig
     from dsv32_image.engine import Engine
     from dsv32_image.layers import LayerPlan
     from dsv32_image.lockfile import Lock
@@ -62,8 +62,10 @@ def build(request: BuildRequest, ui: Ui) -> ImageDigest:
         require_fresh(lock, request.config, patch_series(root))
         remove_stale(request.engine)
         plans = plan_layers(root, request.config, request.variant, lock)
+        if request.recompile and not any(plan.jobs for plan in plans):
+            raise UsageError(f"--recompile: variant '{name}' has no compiled wheels", hint="leave it away")
         labels = image_labels(root, lock, name)
-        key = sha256_parts(*(plan.key for plan in plans), json.dumps(labels, sort_keys=True))
+        key = _key(plans, labels)
         layout = root / "dist" / name
         done = None if request.fresh else _finished(layout, key)
         if done is None:
@@ -212,6 +214,22 @@ def _sweep(work: Path) -> None:
             shutil.rmtree(leftover)
         else:
             leftover.unlink()
+
+
+def _key(plans: Sequence[LayerPlan], labels: Mapping[str, str]) -> str:
+    return sha256_parts(*(plan.key for plan in plans), json.dumps(labels, sort_keys=True))
+
+
+def is_current(root: Path, config: Config, variant: VariantConfig) -> bool:
+    """Whether the image that was last built here is what `build` would give now.
+
+    Raises:
+        LockMissingError, LockEditedError: See `lockfile`.
+    """
+    lock = read_lock(root)
+    plans = plan_layers(root, config, variant, lock)
+    key = _key(plans, image_labels(root, lock, variant.name))
+    return _finished(root / "dist" / variant.name, key) is not None
 
 
 def built(layout: Path) -> ImageDigest | None:

@@ -135,6 +135,10 @@ def lock(
         return
     config = load_config(root)
     if check:
+        if upgrade or upgrade_all:
+            raise UsageError(
+                "--check only looks, and --upgrade moves versions", hint="nox -s lock -- --upgrade [NAME]..."
+            )
         rows = stale_rows(read_lock(root), config, lock_step.patch_series(root))
         if megatron is not None:
             rows += git_pin.moved_rows(read_lock(root), megatron, cache_home())
@@ -237,6 +241,10 @@ def smoke(
     config = load_config(root)
     name = _variant(config, variant, ui)
     runner = None if no_container else engines.choose(engine, ui.say)
+    if runner and not build_step.is_current(root, config, config.variant(name)):
+        ui.say(
+            "  smoke  the image was not built from these files as they are now; `nox -s build` takes them up"
+        )
     code = run_smoke(
         root, name, runner, arguments.args, ui, gpus=gpus if config.variant(name).cuda_archs else False
     )
@@ -263,6 +271,7 @@ def prove(
 ) -> None:
     """Take each patch out in turn and run the tests its header names; exit 1 when one passes without it."""
     root, ui = project_root(), Ui(verbose=verbose)
+    prove_step.require_series(root, packages or [])
     absent: set[str] = set()
     if no_container:
         run = prove_step.run_in_python(python)

@@ -126,7 +126,10 @@ def load_config(root: Path, text: str | None = None) -> Config:
     except FileNotFoundError:
         raise ConfigError(f"no pyproject.toml in {root}", hint="run from the project's root folder") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"pyproject.toml is not valid TOML: {error}", hint="mend that line") from None
+        raise ConfigError(
+            f"pyproject.toml is not valid TOML: {error}",
+            hint="mend it there; `git diff pyproject.toml` shows what changed",
+        ) from None
     table = document.get("tool", {}).get("dsv32-image")
     if not isinstance(table, dict):
         raise ConfigError("pyproject.toml has no [tool.dsv32-image]", hint="see README, 'What goes in'")

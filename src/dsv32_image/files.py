@@ -120,7 +120,7 @@ def disk_full_is_clear(where: Path) -> Iterator[None]:
         free = shutil.disk_usage(folder).free
         raise DiskFullError(
             f"no space left while writing {where} ({free >> 20} MiB free)",
-            hint="free some space (`nox -s clean` drops what this project cached) and run it again",
+            hint="free some space (`nox -s clean -- --all` drops this project's caches too) and run it again",
         ) from None
 
 

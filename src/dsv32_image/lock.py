@@ -11,6 +11,7 @@ from dsv32_image.config import normalise
 from dsv32_image.errors import LockEditedError, LockMissingError, PatchError, ResolveError, UsageError
 from dsv32_image.families import check_families
 from dsv32_image.lockfile import Deb, Dist, GitDist, LayerLock, Lock, read_lock, write_lock
+from dsv32_image.patch_tests import tests_of
 from dsv32_image.patching import read_series, series_sha256
 from dsv32_image.store import Store, cache_home
 from dsv32_image.wheels import apply_to_files
@@ -97,14 +98,16 @@ def changes(old: Lock | None, new: Lock) -> list[tuple[str, str, str]]:
 
 
 def _check_series(root: Path, old: Lock | None, store: Store | None, *, skip: Iterable[str] = ()) -> None:
-    """Refuse a malformed series, and one that does not apply where the locked source is at hand.
+    """Refuse a malformed series, one without tests, and one that does not apply to a source at hand.
 
     Raises:
-        PatchError: See `patching`.
+        PatchError: See `patching` and `patch_tests`.
     """
     sources = {item.name: item for item in old.files() if isinstance(item, Dist)} if old else {}
     for name in patch_series(root):
         patches = read_series(root / "patches" / name)
+        for patch in patches if (root / "smoke").is_dir() else ():
+            tests_of(patch, root)
         if store and name in sources and name not in skip and store.has(sources[name]):
             files = read_archive(store.path(sources[name].sha256))
             apply_to_files(files, patches, allow_offset=isinstance(sources[name], GitDist))

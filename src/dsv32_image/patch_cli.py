@@ -189,7 +189,10 @@ def refresh(workspace: Workspace, package: str, *, new: str = "") -> Refreshed:
     repo.stage()
     if new:
         if not repo.is_dirty():
-            raise UsageError(f"{folder} has no uncommitted edits to make a new patch of")
+            raise UsageError(
+                f"{folder} has no uncommitted edits to make a new patch of",
+                hint="edit the files there first; to name a patch that is there, edit its file in patches/",
+            )
         repo.commit(new + "\n", "")
     elif repo.is_dirty():
         if not repo.commits():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import zipfile
@@ -23,6 +22,7 @@ from dsv32_image.archives import read_archive, write_files
 from dsv32_image.engine import RunRequest
 from dsv32_image.errors import EngineError, PatchError, UsageError, WheelError
 from dsv32_image.files import temporary_folder
+from dsv32_image.patch_tests import tests_of
 from dsv32_image.patching import FileState, Patch, plan_series, read_series
 from dsv32_image.sdist_build import build_sdist
 from dsv32_image.smoke_step import ENV
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 INSIDE = "/run/prove"
 PLAN, RESULTS = "plan.json", "results.json"
-_NODE = re.compile(r"([\w./-]+\.py)?::(\w+(?:\[[^\]]*\])?)")
 # Bytecode is checked by seconds and size: files of a variant must never look like those of the whole series.
 _WHOLE_TIME, _VARIANT_TIME = 1_000_000_000, 1_100_000_000
 
@@ -86,30 +85,6 @@ class Proof:
     answer: str
     seconds: float
     remark: str
-
-
-def tests_of(patch: Patch, checkout: Path) -> tuple[str, ...]:
-    """The node ids that a patch's `Test:` names; `::name` alone is in the file named before it.
-
-    Raises:
-        PatchError: None is named, or a named one is not in the checkout.
-    """
-    found: list[str] = []
-    file = ""
-    for match in _NODE.finditer(patch.fields["Test"]):
-        file = match[1] or file
-        found.append(f"{file}::{match[2]}")
-    if not found:
-        raise PatchError(
-            f"{patch.name}: Test: names no test", "write it as smoke/test_x.py::test_y in the patch's header"
-        )
-    for node in found:
-        file, _, name = node.partition("::")
-        path = checkout / file
-        function = name.partition("[")[0]
-        if not file or not path.is_file() or f"def {function}(" not in path.read_text(encoding="utf-8"):
-            raise PatchError(f"{patch.name}: Test: names {node}, which does not exist", f"look into {path}")
-    return tuple(found)
 
 
 def without(
@@ -280,6 +255,19 @@ def judge(
     )
 
 
+def require_series(checkout: Path, packages: Sequence[str]) -> dict[str, Path]:
+    """The folders under `patches/` by package.
+
+    Raises:
+        UsageError: One of the packages has none.
+    """
+    series = {path.parent.name: path.parent for path in sorted(checkout.glob("patches/*/series"))}
+    for package in packages:
+        if package not in series:
+            raise UsageError(f"there is no {checkout / 'patches' / package}", f"known: {', '.join(series)}")
+    return series
+
+
 def prove(
     checkout: Path,
     packages: Sequence[str],
@@ -306,10 +294,7 @@ def prove(
         UsageError: No such folder under `patches/`.
         EngineError: The run wrote no results.
     """
-    series = {path.parent.name: path.parent for path in sorted(checkout.glob("patches/*/series"))}
-    for package in packages:
-        if package not in series:
-            raise UsageError(f"there is no {checkout / 'patches' / package}", f"known: {', '.join(series)}")
+    series = require_series(checkout, packages)
     asked = set(packages or series) - set(absent)
     # Those not asked about are laid out whole: an image may hold an older series.
     variants = [

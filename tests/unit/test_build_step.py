@@ -1,15 +1,16 @@
 """The end of a build, with layers from a cache and an engine that only takes notes."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from oci_samples import Member, canonical
 
 from dsv32_image import stages
-from dsv32_image.build import build
+from dsv32_image.build import build, is_current
 from dsv32_image.config import load_config
-from dsv32_image.errors import BuildError, EngineError, FileAccessError
+from dsv32_image.errors import BuildError, EngineError, FileAccessError, UsageError
 from dsv32_image.files import refuse_mounts
 from dsv32_image.layers import LayerCache, plan_layers
 from dsv32_image.lockfile import read_lock
@@ -115,6 +116,19 @@ def test_a_build_begins_by_removing_what_a_killed_one_left(request_):
     request_.engine.tags = [scratch_tag("part", "0" * 64), "localhost/dsv32:other"]
     build(request_, Ui())
     assert request_.engine.tags == ["localhost/dsv32:other", "localhost/dsv32:cpu"]
+
+
+def test_an_image_is_current_until_what_it_is_made_of_changes(request_):
+    build(request_, Ui())
+    where = request_.root, request_.config, request_.variant
+    assert is_current(*where)
+    (request_.root / "scripts" / "note.txt").write_text("new")
+    assert not is_current(*where)
+
+
+def test_nothing_is_compiled_for_cpu_and_so_not_again(request_):
+    with pytest.raises(UsageError, match="'cpu' has no compiled wheels"):
+        build(replace(request_, recompile=True, fresh=True), Ui())
 
 
 def test_a_layout_that_lost_its_config_is_written_again(request_):

@@ -53,6 +53,28 @@ def test_verbose_raises_for_a_traceback(project):
         cli.main(["fetch", "--variant", "cpu", "--verbose"])
 
 
+def test_a_look_at_the_lock_moves_nothing(project, capsys):
+    assert cli.main(["lock", "--check", "--upgrade", "einops"]) == errors.UsageError.exit_code
+    assert "next: nox -s lock -- --upgrade" in capsys.readouterr().err
+
+
+def test_a_patch_that_names_no_test_is_refused_before_it_is_locked(project, capsys):
+    (project / "smoke").mkdir()
+    (project / "patches/einops/series").write_text("0001-x.patch\n")
+    (project / "patches/einops/0001-x.patch").write_text(
+        "X\n\nUpstream: none\nWhy: x\nDrop-when: x\nTest: smoke/nosuch.py::test_x\n\n"
+        "--- a/einops/x.py\n+++ b/einops/x.py\n@@ -1,1 +1,1 @@\n-a\n+b\n"
+    )
+    assert cli.main(["lock"]) == errors.PatchError.exit_code
+    assert "Test: names smoke/nosuch.py::test_x, which does not exist" in capsys.readouterr().err
+
+
+def test_proof_is_asked_for_packages_with_a_series_before_any_engine(project, monkeypatch, capsys):
+    monkeypatch.setattr(cli.engines, "choose", lambda *_: pytest.fail("an engine was looked for"))
+    assert cli.main(["patch", "prove", "nosuch"]) == errors.UsageError.exit_code
+    assert "known: einops" in capsys.readouterr().err
+
+
 def test_unknown_variant(project, capsys):
     assert cli.main(["build", "--variant", "rocm"]) == errors.UsageError.exit_code
     assert "rocm" in capsys.readouterr().err

@@ -44,8 +44,8 @@ class Parallel:
             ),
             (
                 world_size % model_ranks == 0,
-                f"tp {self.tp} x cp {self.cp} x pp {self.pp} = {model_ranks} ranks do not divide "
-                f"{world_size}; start a multiple of {model_ranks} ranks",
+                f"tp {self.tp} x cp {self.cp} x pp {self.pp} need a multiple of {model_ranks} ranks, and "
+                f"{world_size} {'is' if world_size == 1 else 'are'} there (--ranks, or the launcher's)",
             ),
             (
                 experts_over % self.ep == 0 and experts_over > 0,
