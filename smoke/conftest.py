@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-#: Begun first, so that workers which take whole files (pytest-xdist) end at about the same time.
-_LONGEST = ("test_training.py", "test_matrix_model.py", "test_dsa_unfused.py")
+#: Where workers take whole files (pytest-xdist): one begins with the longest, the others with tests of one
+#: process, which share the cores with its ranks better than more ranks would.
+_FIRST, _LAST = ("test_training.py",), ("test_matrix_dsa.py", "test_matrix_mla.py", "test_matrix_model.py")
 
 
 def pytest_addoption(parser):
@@ -23,8 +24,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    order = {name: place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    items.sort(key=lambda item: (item.path.name in _LAST) - (item.path.name in _FIRST))
 
 
 @pytest.hookimpl(hookwrapper=True)
