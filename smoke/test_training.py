@@ -397,6 +397,7 @@ def test_script_trains_on_two_ranks_and_under_torchrun_and_says_a_nan_in_one_cle
     done = _script("train", *small, "--out", tmp_path / "a", "--steps", 1, "--ranks", 2, "--cp", 2)
     assert done.returncode == 0, done.stderr
     assert "step      1  lm loss" in done.stdout
+    assert "UserWarning" not in done.stderr
     assert checkpoint.latest(tmp_path / "a") == checkpoint.folder_of(tmp_path / "a", 1)
 
     # The same run goes on under torchrun, by its plain name where the image's is ours. torch's own waits for
