@@ -243,7 +243,7 @@ def smoke(
     runner = None if no_container else engines.choose(engine, ui.say)
     if runner and not build_step.is_current(root, config, config.variant(name)):
         ui.say(
-            "  smoke  the image was not built from these files as they are now; `nox -s build` takes them up"
+            "  smoke  not the image that `nox -s build` gives now: files changed, or it was built with --arch"
         )
     code = run_smoke(
         root, name, runner, arguments.args, ui, gpus=gpus if config.variant(name).cuda_archs else False

@@ -354,11 +354,9 @@ def _unnamed(program: str, inspect: Sequence[str], form: str) -> dict[str, str]:
     ask += ["--filter", "dangling=true", "--filter", f"label={LABEL}"]
     done = subprocess.run(ask, capture_output=True, text=True, check=False)
     found = {}
-    for image in done.stdout.split():
-        words = [program, *inspect, form % json.dumps(LABEL), image.removeprefix("sha256:")]
-        found[image.removeprefix("sha256:")] = subprocess.run(
-            words, capture_output=True, text=True, check=False
-        ).stdout.strip()
+    for image in (line.removeprefix("sha256:") for line in done.stdout.split()):
+        words = [program, *inspect, form % json.dumps(LABEL), image]
+        found[image] = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
     return found
 
 
