@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsv32_image.diagnose import Kind, diagnose
 from dsv32_image.engine import BuildahEngine, DockerEngine, PodmanEngine
 from dsv32_image.errors import EngineError, UsageError
 
@@ -43,6 +45,8 @@ def choose(name: str | None, say: Callable[[str], None] = lambda line: None) -> 
     for candidate in (name,) if name else NAMES:
         try:
             engine = _MAKERS[candidate]()
+            if candidate == "podman" and not name:
+                _require_runtime(engine)
         except EngineError as error:
             problems.append(error)
             continue
@@ -112,6 +116,21 @@ def _find_podman() -> Engine:
     if not program:
         raise _NotInstalledError("podman: not installed", hint="install podman, or use --engine buildah")
     return PodmanEngine(program, _answer(program, "podman"))
+
+
+def _require_runtime(podman: Engine) -> None:
+    """Before podman is taken unasked: `podman info` answers, too, where no container can start.
+
+    Raises:
+        EngineError: Its runtime refuses; asked for by name it may still build (BUILDAH_ISOLATION=chroot).
+    """
+    with tempfile.TemporaryDirectory() as empty:
+        # There is no such program in an empty root: a runtime that works gets as far as saying that.
+        command = [podman.program, "run", "--rm", "--network", "none", "--rootfs", empty, "/none"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    known = diagnose(done.stderr)
+    if known and known.kind is Kind.RUNTIME_REFUSES:
+        raise EngineError(f"podman: {known.problem}", hint=known.hint)
 
 
 def _find_buildah() -> Engine:

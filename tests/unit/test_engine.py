@@ -105,6 +105,24 @@ def test_a_dead_docker_is_passed_over_for_buildah_and_one_line_says_why(programs
     assert "no daemon answers" in line and "Cannot connect" in line and line.endswith("using buildah")
 
 
+def test_a_podman_that_starts_no_container_is_passed_over_unless_asked_for(programs):
+    refused = "Error: crun: setrlimit `RLIMIT_NOFILE`: Operation not permitted: OCI permission denied"
+    programs("podman", f"case $1 in run) echo '{refused}' >&2; exit 126 ;; *) echo 4.3.1 ;; esac")
+    programs("buildah", "echo buildah version 1.28.2")
+    programs("skopeo", "exit 0")
+    said = []
+    assert choose(None, said.append).name == "buildah"
+    (line,) = said
+    assert "podman: the container runtime cannot start containers" in line and line.endswith("using buildah")
+    assert choose("podman").name == "podman"
+
+
+def test_a_podman_whose_runtime_gets_to_the_missing_program_is_taken(programs):
+    missing = "Error: crun: executable file `/none` not found: No such file or directory"
+    programs("podman", f"case $1 in run) echo '{missing}' >&2; exit 127 ;; *) echo 4.3.1 ;; esac")
+    assert choose(None).name == "podman"
+
+
 def test_nothing_is_said_about_an_engine_that_was_not_asked_for(programs):
     programs("docker", "exit 1")
     programs("buildah", "echo buildah version 1.28.2")
